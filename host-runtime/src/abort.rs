@@ -1,0 +1,94 @@
+//! Ending a communicator from another thread: during init (a guest blocked in accept), in an operation, or idle.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Cloneable; all clones are one switch. [`AbortToken::abort`] returns at once, in any state, as often as one likes.
+#[derive(Debug, Clone)]
+pub struct AbortToken(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    flag: AtomicBool,
+    reason: Mutex<String>,
+    event: OwnedFd,
+    endpoint: Mutex<Option<hw_bridge::peers::Abort>>,
+}
+
+impl AbortToken {
+    /// A switch that is off.
+    pub fn new() -> std::io::Result<AbortToken> {
+        let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK)?;
+        Ok(AbortToken(Arc::new(Inner {
+            flag: AtomicBool::new(false),
+            reason: Mutex::default(),
+            event,
+            endpoint: Mutex::default(),
+        })))
+    }
+
+    /// Ends whatever waits and whatever begins later. The first reason stays.
+    pub fn abort(&self, reason: &str) {
+        if !self.0.flag.swap(true, Ordering::SeqCst) {
+            *lock(&self.0.reason) = reason.to_string();
+        }
+        // The event is never read, so it stays readable for every waiter; its counter cannot overflow.
+        let _ = rustix::io::write(&self.0.event, &1u64.to_ne_bytes());
+        if let Some(endpoint) = &*lock(&self.0.endpoint) {
+            endpoint.abort(reason);
+        }
+    }
+
+    /// Whether it happened.
+    pub fn aborted(&self) -> bool {
+        self.0.flag.load(Ordering::Acquire)
+    }
+
+    /// Why it happened.
+    pub fn reason(&self) -> String {
+        lock(&self.0.reason).clone()
+    }
+
+    /// Becomes readable when it happens: for waits on sockets.
+    pub(crate) fn event(&self) -> BorrowedFd<'_> {
+        self.0.event.as_fd()
+    }
+
+    /// Lets the switch reach the data plane too.
+    pub(crate) fn attach(&self, endpoint: hw_bridge::peers::Abort) {
+        if self.aborted() {
+            endpoint.abort(&self.reason());
+        }
+        *lock(&self.0.endpoint) = Some(endpoint);
+    }
+}
+
+fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(|p| p.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_reason_stays_and_the_event_is_readable_for_ever() {
+        let t = AbortToken::new().unwrap();
+        assert!(!t.aborted());
+        t.abort("first");
+        t.abort("second");
+        assert_eq!(t.reason(), "first");
+        for _ in 0..2 {
+            let mut fds = [rustix::event::PollFd::new(&t, rustix::event::PollFlags::IN)];
+            let none = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+            assert_eq!(rustix::event::poll(&mut fds, Some(&none)).unwrap(), 1);
+        }
+    }
+
+    impl AsFd for AbortToken {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            self.event()
+        }
+    }
+}

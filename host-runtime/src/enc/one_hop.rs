@@ -1,0 +1,75 @@
+//! One hop: every contributor writes its input beside its arrival record; whoever needs it reads it there.
+//!
+//! The record's flow control (a slot is reused only when its readers are done) makes this one-way: a broadcast's root
+//! does not wait for anybody.
+
+use hw_bridge::peers::Op;
+use hw_bridge::sequencer::{At, Place, Step};
+
+use super::Builder;
+
+pub(super) fn build(b: &mut Builder<'_>) {
+    let (rank, n, bytes) = (b.rank, b.n, b.bytes);
+    let slot = |r: usize, at: u64| At(Place::Slot(r as u16), at);
+    let contributes = match b.call.op {
+        Op::Broadcast => rank == b.call.root,
+        Op::Reduce => rank != b.call.root,
+        Op::SendRecv => b.call.dst.is_some(),
+        Op::Barrier => false,
+        _ => true,
+    };
+    b.schedule.slot_len = b.call.slot_bytes(n).unwrap_or(u64::MAX);
+    if b.call.op == Op::Barrier {
+        b.schedule.slot_len = 0;
+    }
+    b.schedule.payload = if contributes { b.schedule.slot_len } else { 0 };
+    let all = |at: u64| (0..n).map(move |r| At(Place::Slot(r as u16), at));
+    match b.call.op {
+        Op::Barrier => b.arrivals(),
+        Op::AllReduce => {
+            b.arrivals();
+            b.reduce(At(Place::Out, 0), all(0), b.call.count, b.call.redop);
+        }
+        Op::ReduceScatter => {
+            b.arrivals();
+            b.reduce(At(Place::Out, 0), all(rank as u64 * bytes), b.call.count, b.call.redop);
+        }
+        Op::AllGather => {
+            b.arrivals();
+            for r in 0..n {
+                b.copy(At(Place::Out, r as u64 * bytes), slot(r, 0), bytes);
+            }
+        }
+        Op::AllToAll => {
+            b.arrivals();
+            for r in 0..n {
+                b.copy(At(Place::Out, r as u64 * bytes), slot(r, rank as u64 * bytes), bytes);
+            }
+        }
+        Op::Broadcast if rank == b.call.root => {
+            if !b.call.in_place {
+                b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);
+            }
+        }
+        Op::Broadcast => {
+            let root = b.call.root;
+            b.push(Step::Arrival(root as u16));
+            b.copy(At(Place::Out, 0), slot(root, 0), bytes);
+        }
+        Op::Reduce if rank == b.call.root => {
+            b.arrivals();
+            let sources = (0..n).map(|r| if r == rank { At(Place::In, 0) } else { slot(r, 0) });
+            b.reduce(At(Place::Out, 0), sources, b.call.count, b.call.redop);
+        }
+        Op::Reduce => {}
+        Op::SendRecv => {
+            if let Some(src) = b.call.src {
+                if src != rank {
+                    b.push(Step::Arrival(src as u16));
+                    b.push(Step::SendsToMe(src as u16));
+                }
+                b.copy(At(Place::Out, 0), slot(src, 0), bytes);
+            }
+        }
+    }
+}

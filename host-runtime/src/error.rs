@@ -1,0 +1,109 @@
+//! What can go wrong, by cause: the caller, the plugin, a peer, the system.
+
+use std::path::PathBuf;
+
+use crate::status::Status;
+
+/// An error of the runtime. [`Error::status`] gives the NRT_STATUS a C caller would see.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The caller passed something that cannot be.
+    #[error("{0}")]
+    Usage(String),
+    /// A configuration variable or option makes no sense.
+    #[error("{0}")]
+    Config(String),
+    /// A plugin file cannot be used.
+    #[error("plugin {} cannot be used: {reason}", path.display())]
+    Plugin {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// The collectives library did not load; every guarded wrapper answers so for the life of the runtime (INV-06).
+    #[error("collectives are not available: {entry} was not called, because the load failed: {sentinel}")]
+    NotLoaded {
+        /// The entry asked for.
+        entry: &'static str,
+        /// Why the load failed.
+        sentinel: String,
+    },
+    /// An entry of the library answered with a status.
+    #[error("{entry} of plugin {plugin} failed on tenant {tenant}: {status}{}", listed(.causes))]
+    Entry {
+        /// The entry.
+        entry: &'static str,
+        /// The plugin.
+        plugin: String,
+        /// The tenant.
+        tenant: String,
+        /// What it answered.
+        status: Status,
+        /// Sentences that belong to it, the innermost first.
+        causes: Vec<String>,
+    },
+    /// The instance trapped, ran out of time or over a limit, or already had.
+    #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; this communicator's control plane is gone, data in flight goes on{}", listed(.causes))]
+    Stopped {
+        /// The entry.
+        entry: &'static str,
+        /// The plugin.
+        plugin: String,
+        /// The tenant.
+        tenant: String,
+        /// Trap, deadline or limit.
+        cause: String,
+        /// Sentences the host or guest left.
+        causes: Vec<String>,
+    },
+    /// A library entry was called from inside a callback (INV-10).
+    #[error("{entry} of plugin {plugin} was called from inside one of its own callbacks; a nec_* or nrt_* callback must never enter the library (INV-10)")]
+    Reentered {
+        /// The entry.
+        entry: &'static str,
+        /// The plugin.
+        plugin: String,
+    },
+    /// An operation failed.
+    #[error("{0}")]
+    Op(#[from] hw_bridge::sequencer::OpError),
+    /// Device memory.
+    #[error("{0}")]
+    Memory(#[from] hw_bridge::hbm::HbmError),
+    /// The system refused something.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: String,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// Our own mistake.
+    #[error("{0}; this is an error of wccl, please report it")]
+    Bug(String),
+}
+
+fn listed(causes: &[String]) -> String {
+    if causes.is_empty() { String::new() } else { format!(": {}", causes.join("; ")) }
+}
+
+impl Error {
+    /// The status a C caller would see.
+    pub fn status(&self) -> Status {
+        use hw_bridge::sequencer::OpError;
+        match self {
+            Error::Usage(_) | Error::Config(_) => Status::INVALID,
+            Error::Plugin { .. } | Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Reentered { .. } => {
+                Status::FAILURE
+            }
+            Error::Entry { status, .. } => *status,
+            Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
+            Error::Op(OpError::Mismatch { .. } | OpError::Buffer { .. } | OpError::WrongCore { .. }) => Status::INVALID,
+            Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
+            Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
+            Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
+            Error::Bug(_) => Status::FAILURE,
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! The forward leg: the 37-slot table, the loader, the sentinel and the wrappers (forward-abi).
+//!
+//! The table is in one of two states at rest: all 37 valid and no sentinel, or all 37 none and the sentinel armed
+//! (INV-03). The load is attempted once (INV-05). After a failure every guarded wrapper answers NRT_FAILURE without
+//! touching a slot, for the life of the runtime (INV-06); the text is logged once (C-01).
+
+mod slots;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+
+use wasmtime::component::ComponentExportIndex;
+
+pub use slots::{EXEMPT, NAMES, ORIGINALS};
+
+use crate::abort::AbortToken;
+use crate::bindings::exports::neuron::nccom::collectives::VersionInfo;
+use crate::error::Error;
+use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
+use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::status::Status;
+use crate::tenant::Tenant;
+
+/// The interface that a library exports.
+pub const COLLECTIVES: &str = "neuron:nccom/collectives";
+
+/// A library that passed the gate, with its 37 entries.
+#[derive(Debug)]
+pub struct Loaded {
+    /// The compiled plugin.
+    pub library: Arc<Library>,
+    /// Gate 89, ids, InitNet/FiniPlugin, raw net entries: what has no communicator.
+    pub instance: Arc<Instance>,
+    /// What the probe answered.
+    pub version: Version,
+    /// 0 for the first load, one more after each swap.
+    pub generation: u64,
+    slots: [ComponentExportIndex; 37],
+}
+
+/// `nec_version_info_t` as the probe filled it; absent fields read as zero, as in the zero-filled original.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Version {
+    /// major, minor, patch, maintenance
+    pub numbers: [u64; 4],
+    /// 16 bytes
+    pub git_hash: [u8; 16],
+    /// must be 89
+    pub compatibility: u64,
+}
+
+impl From<&VersionInfo> for Version {
+    fn from(v: &VersionInfo) -> Version {
+        let mut git_hash = [0; 16];
+        if let Some(h) = &v.git_hash {
+            let n = h.len().min(16);
+            git_hash[..n].copy_from_slice(&h[..n]);
+        }
+        Version {
+            numbers: [v.major, v.minor, v.patch, v.maintenance],
+            git_hash,
+            compatibility: v.compatibility_version.unwrap_or(0),
+        }
+    }
+}
+
+#[derive(Debug)]
+enum State {
+    /// Nobody has tried.
+    Untried,
+    /// All 37.
+    Loaded(Arc<Loaded>),
+    /// None of the 37; the text is the sentinel.
+    Failed(String),
+}
+
+/// The slot table of one tenant runtime.
+#[derive(Debug)]
+pub struct Forward {
+    state: RwLock<State>,
+    attempt: Mutex<()>,
+    reported: AtomicBool,
+}
+
+impl Default for Forward {
+    fn default() -> Self {
+        Forward { state: RwLock::new(State::Untried), attempt: Mutex::default(), reported: AtomicBool::new(false) }
+    }
+}
+
+/// Why a load failed: the status of `ncclInit` and the sentinel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LoadError {
+    /// NRT_FAILURE, in the original for every failure.
+    pub status: Status,
+    /// The sentinel text.
+    pub sentinel: String,
+}
+
+fn failed(sentinel: String) -> LoadError {
+    LoadError { status: Status::FAILURE, sentinel }
+}
+
+fn opening(reason: &str) -> LoadError {
+    failed(format!("Error opening libnccom.so, cannot use collective operations! {reason}"))
+}
+
+/// Loads a library: import check, probe, 89, the other 36 by name, all or nothing. Touches no table.
+pub(crate) fn load(tenant: &Arc<Tenant>, path: &Path, without: &[String]) -> Result<Loaded, LoadError> {
+    let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
+    let named = |reason: String| opening(&format!("plugin {}: {reason}", path.display()));
+    let bytes = crate::plugin::read(path).map_err(named)?;
+    let library = Library::link(&name, &bytes, Kind::Transport, without).map_err(named)?;
+    let abort = AbortToken::new().map_err(|e| named(format!("its abort event could not be made: {e}")))?;
+    let state = HostState::new(tenant.clone(), Some(library.clone()), abort, None);
+    let instance = Instance::new(&library, state).map_err(named)?;
+    resolve(library, instance)
+}
+
+fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, LoadError> {
+    // Gate 0: the probe, before anything else is looked up (INV-04).
+    let interface = library.exported(COLLECTIVES);
+    let probe = interface
+        .as_ref()
+        .and_then(|i| library.function(i, NAMES[0]))
+        .filter(|index| slots::check(&instance, 0, index).is_ok());
+    let (Some(interface), Some(probe)) = (interface, probe) else {
+        return Err(failed("Get Version Info API is not implemented by aws-neuronx-collectives.".into()));
+    };
+    let answer = instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", &probe, (VERSION_INFO_BYTES,));
+    let (version, _) = answer.map_err(|e| opening(&e.to_string()))?;
+    let version = Version::from(&version);
+    if version.compatibility != COMPATIBILITY {
+        let id = version.compatibility;
+        return Err(failed(format!(
+            "Incompatible version of aws-neuronx-collectives.  Compatibility id: {id}, expected: {COMPATIBILITY}"
+        )));
+    }
+    let [major, minor, patch, maint] = version.numbers;
+    let hash: String = version.git_hash[..4].iter().map(|b| format!("{b:02x}")).collect();
+    tracing::info!(target: "ENC", function = "check_version", "Using CCOM {major}.{minor}.{patch}.{maint}-{hash}");
+    let mut slots = Vec::with_capacity(37);
+    slots.push(probe);
+    for (i, name) in NAMES.iter().enumerate().skip(1) {
+        let found = library.function(&interface, name).ok_or_else(|| "it is not exported".to_string());
+        match found.and_then(|index| slots::check(&instance, i, &index).map(|()| index)) {
+            Ok(index) => slots.push(index),
+            Err(reason) => {
+                let text = format!("cannot find symbol \"{}\" in NCCL. Reason: {reason}", ORIGINALS[i]);
+                tracing::error!(plugin = %library.name, "{text}");
+                return Err(failed(text));
+            }
+        }
+    }
+    let slots = slots.try_into().map_err(|_| failed("the slot table is not 37 entries".into()))?;
+    Ok(Loaded { library, instance, version, generation: 0, slots })
+}
+
+impl Loaded {
+    /// An instance of the library for one communicator of one rank.
+    pub(crate) fn instantiate(&self, tenant: &Arc<Tenant>, abort: &AbortToken, core: Option<i32>) -> Result<Arc<Instance>, Error> {
+        let state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
+        Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
+            entry: "instantiate",
+            plugin: self.library.name.clone(),
+            tenant: tenant.name.clone(),
+            cause,
+            causes: Vec::new(),
+        })
+    }
+
+    /// The host side of slot `slot`.
+    pub(crate) fn slot(&self, slot: usize) -> &ComponentExportIndex {
+        &self.slots[slot]
+    }
+}
+
+impl Forward {
+    /// The one attempt (INV-05): a second call answers what the first found.
+    pub(crate) fn load_once(&self, tenant: &Arc<Tenant>, path: &Path, without: &[String]) -> Result<(), LoadError> {
+        let _one = crate::tenant::lock(&self.attempt);
+        match &*self.read() {
+            State::Untried => {}
+            State::Loaded(_) => return Ok(()),
+            State::Failed(text) => return Err(failed(text.clone())),
+        }
+        match load(tenant, path, without) {
+            Ok(loaded) => {
+                *self.write() = State::Loaded(Arc::new(loaded));
+                Ok(())
+            }
+            Err(e) => {
+                *self.write() = State::Failed(e.sentinel.clone());
+                Err(e)
+            }
+        }
+    }
+
+    /// Arms the sentinel without an attempt: no plugin was named.
+    pub(crate) fn none_configured(&self) {
+        let _one = crate::tenant::lock(&self.attempt);
+        let mut state = self.write();
+        if matches!(*state, State::Untried) {
+            *state = State::Failed(opening("no collectives plugin is configured").sentinel);
+        }
+    }
+
+    /// Puts a library that was loaded beside the table into it, with the next generation; answers the generation.
+    pub(crate) fn replace(&self, mut loaded: Loaded) -> Result<u64, Error> {
+        let mut state = self.write();
+        let State::Loaded(old) = &*state else {
+            return Err(Error::Usage("there is no loaded library to replace".into()));
+        };
+        loaded.generation = old.generation + 1;
+        let generation = loaded.generation;
+        *state = State::Loaded(Arc::new(loaded));
+        Ok(generation)
+    }
+
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, State> {
+        self.state.read().unwrap_or_else(|p| p.into_inner())
+    }
+
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, State> {
+        self.state.write().unwrap_or_else(|p| p.into_inner())
+    }
+
+    /// Which slots are valid: all or none (INV-03).
+    pub fn slots(&self) -> [bool; 37] {
+        [matches!(*self.read(), State::Loaded(_)); 37]
+    }
+
+    /// The sentinel, if armed.
+    pub fn sentinel(&self) -> Option<String> {
+        match &*self.read() {
+            State::Failed(text) => Some(text.clone()),
+            _ => None,
+        }
+    }
+
+    /// The guard of a wrapper: the loaded library, or NRT_FAILURE with the sentinel.
+    pub(crate) fn guarded(&self, entry: &'static str) -> Result<Arc<Loaded>, Error> {
+        match &*self.read() {
+            State::Loaded(l) => Ok(l.clone()),
+            State::Failed(sentinel) => {
+                if !self.reported.swap(true, Ordering::Relaxed) {
+                    tracing::error!("NCCL init error: {sentinel}");
+                }
+                Err(Error::NotLoaded { entry, sentinel: sentinel.clone() })
+            }
+            State::Untried => {
+                Err(Error::NotLoaded { entry, sentinel: "the runtime has not loaded a collectives library yet".into() })
+            }
+        }
+    }
+
+    /// The exempt hot path: straight to the slot. Unreachable after a failed load, because no proxy task can exist then;
+    /// should it be reached all the same, it is an error and not a call of nothing.
+    pub(crate) fn exempt(&self, entry: &'static str) -> Result<Arc<Loaded>, Error> {
+        match &*self.read() {
+            State::Loaded(l) => Ok(l.clone()),
+            _ => Err(Error::NotLoaded { entry, sentinel: "the slot is empty".into() }),
+        }
+    }
+
+    /// `ncclGetVersionInfo`: exempt from the guard. Zero-filled, then the slot if it is set; without one NRT_FAILURE.
+    pub fn version_info(&self) -> Result<Version, Error> {
+        let loaded = match &*self.read() {
+            State::Loaded(l) => l.clone(),
+            _ => {
+                let sentinel = "the version slot is empty".into();
+                return Err(Error::NotLoaded { entry: "ncclGetVersionInfo", sentinel });
+            }
+        };
+        let call = loaded.instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", loaded.slot(0), (VERSION_INFO_BYTES,));
+        Ok(Version::from(&call?.0))
+    }
+}

@@ -1,0 +1,212 @@
+//! The host side of `neuron:hw`: thin; checks every handle and limit, then calls the system or `hw-bridge`.
+//!
+//! A guest's argument is an allegation. What is wrong with one is answered with a status, and a sentence stays behind
+//! for the entry that fails; only what the original would assert ends the instance.
+
+pub mod objects;
+pub(crate) mod rendezvous;
+mod sockets;
+pub(crate) mod system;
+
+pub use system::GRANTED;
+mod tasks;
+
+use wasmtime::component::{HasSelf, Linker, Resource};
+
+use crate::bindings::{LinkOptions, TransportSwappable};
+use crate::bindings::neuron::hw::{links, objects as wit_objects, proxy};
+use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::plugin::HostState;
+use crate::status::Status;
+use crate::tenant::lock;
+use hw_bridge::peers::Peer;
+use hw_bridge::semaphore::WaitPolicy;
+use hw_bridge::sequencer::Endpoint;
+use objects::{CommCore, CommunicatorObject, Connector, ConnectorObject};
+
+type Answer<T> = Result<T, NrtStatus>;
+type Trap<T> = wasmtime::Result<T>;
+
+/// Adds everything a plugin of any world may import.
+pub(crate) fn add_to_linker(linker: &mut Linker<HostState>) -> wasmtime::Result<()> {
+    let mut served = LinkOptions::default();
+    served.hw(true);
+    TransportSwappable::add_to_linker::<_, HasSelf<_>>(linker, &served, |s| s)
+}
+
+impl HostState {
+    /// The communicator behind a handle. The engine has checked owner and kind.
+    pub(crate) fn comm(&self, handle: &Resource<CommunicatorObject>) -> Trap<std::sync::Arc<CommCore>> {
+        Ok(self.table.get(handle)?.0.clone())
+    }
+
+    /// A rank of a communicator, checked.
+    fn peer_of(&mut self, comm: &CommCore, peer: i32) -> Answer<usize> {
+        match usize::try_from(peer) {
+            Ok(p) if p < comm.nranks => Ok(p),
+            _ => {
+                let n = comm.nranks;
+                Err(self.fail(Status::INVALID, format!("the plugin named peer {peer}, the communicator has {n} ranks")))
+            }
+        }
+    }
+}
+
+/// Drop functions of resources that are plain objects.
+macro_rules! plain_resources {
+    ($($host:path : $object:ty),* $(,)?) => {
+        $(impl $host for HostState {
+            fn drop(&mut self, handle: Resource<$object>) -> Trap<()> {
+                self.remove(handle);
+                Ok(())
+            }
+        })*
+    };
+}
+
+plain_resources! {
+    wit_objects::HostNetComm: objects::NetCommObject,
+    wit_objects::HostRegistration: objects::RegistrationObject,
+    wit_objects::HostRequest: objects::RequestObject,
+    wit_objects::HostRegion: objects::RegionObject,
+    crate::bindings::neuron::nrt::types::HostSemaphore: objects::SemaphoreObject,
+    crate::bindings::neuron::nrt::types::HostHostMem: objects::HostMemObject,
+    crate::bindings::neuron::nrt::types::HostNetLibrary: objects::NetLibraryObject,
+}
+
+impl wit_objects::Host for HostState {}
+impl crate::bindings::neuron::nrt::types::Host for HostState {}
+
+impl wit_objects::HostListener for HostState {
+    fn drop(&mut self, handle: Resource<objects::ListenerObject>) -> Trap<()> {
+        self.sockets -= usize::from(self.remove(handle).is_some());
+        Ok(())
+    }
+}
+
+impl wit_objects::HostConnection for HostState {
+    fn drop(&mut self, handle: Resource<objects::ConnectionObject>) -> Trap<()> {
+        self.sockets -= usize::from(self.remove(handle).is_some());
+        Ok(())
+    }
+}
+
+impl wit_objects::HostCommunicator for HostState {
+    fn create(&mut self, rank: i32, rank_n: i32) -> Trap<Answer<Resource<CommunicatorObject>>> {
+        let most = hw_bridge::limits::MAX_LOCAL_RANKS;
+        let (Ok(r), Ok(n)) = (usize::try_from(rank), usize::try_from(rank_n)) else {
+            return Ok(Err(self.fail(Status::INVALID, format!("the plugin asked for rank {rank} of {rank_n}"))));
+        };
+        if r >= n || n > most {
+            let why = format!("the plugin asked for rank {r} of {n}; a communicator has at most {most} ranks here");
+            return Ok(Err(self.fail(Status::INVALID, why)));
+        }
+        let Some(core) = self.core else {
+            let why = "a communicator can only be made by an init entry, on a rank's core";
+            return Ok(Err(self.fail(Status::UNINITIALIZED, why)));
+        };
+        let tenant = self.tenant.clone();
+        let abort = self.abort.clone();
+        let made = tenant.clone().add_comm(|id| {
+            let hbm = tenant.hbm(core).map_err(|e| e.to_string())?;
+            let cpus = std::thread::available_parallelism().map_or(1, |c| c.get());
+            let endpoint = Endpoint::new(r, n, hbm, WaitPolicy::for_ranks(n, cpus)).map_err(|e| e.to_string())?;
+            Ok(CommCore::new(id, endpoint, abort, tenant.clone()))
+        });
+        match made {
+            Ok(core) => Ok(self.add(CommunicatorObject(core))),
+            Err(why) => Ok(Err(self.fail(Status::RESOURCE, why))),
+        }
+    }
+
+    fn id(&mut self, comm: Resource<CommunicatorObject>) -> Trap<u64> {
+        Ok(self.comm(&comm)?.id)
+    }
+
+    fn drop(&mut self, handle: Resource<CommunicatorObject>) -> Trap<()> {
+        self.remove(handle);
+        Ok(())
+    }
+}
+
+impl wit_objects::HostConnector for HostState {
+    fn duplicate(&mut self, handle: Resource<ConnectorObject>) -> Trap<Resource<ConnectorObject>> {
+        let copy = self.table.get(&handle)?.clone();
+        self.add(copy).map_err(|_| wasmtime::format_err!("the instance has used up its handles"))
+    }
+
+    fn drop(&mut self, handle: Resource<ConnectorObject>) -> Trap<()> {
+        self.remove(handle);
+        Ok(())
+    }
+}
+
+impl links::Host for HostState {
+    fn offer(&mut self, comm: Resource<CommunicatorObject>, peer: i32) -> Trap<Answer<Vec<u8>>> {
+        let comm = self.comm(&comm)?;
+        let peer = match self.peer_of(&comm, peer) {
+            Ok(p) => p,
+            Err(s) => return Ok(Err(s)),
+        };
+        Ok(comm.offer(peer).map(|ipc| ipc.to_vec()).map_err(|why| self.fail(Status::RESOURCE, why)))
+    }
+
+    fn connect(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        peer: i32,
+        channel: u32,
+        is_send: bool,
+        ipc: Vec<u8>,
+        deadline_ms: u32,
+    ) -> Trap<Answer<Resource<ConnectorObject>>> {
+        let comm = self.comm(&comm)?;
+        let peer = match self.peer_of(&comm, peer) {
+            Ok(p) => p,
+            Err(s) => return Ok(Err(s)),
+        };
+        if !lock(&comm.endpoint).linked(peer) {
+            let deadline = sockets::deadline(deadline_ms);
+            let linked = hw_bridge::links::connect(&ipc, self.tenant.id, deadline)
+                .map_err(|e| e.to_string())
+                .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(|e| e.to_string()));
+            match linked {
+                Ok(p) => lock(&comm.endpoint).link(p),
+                Err(why) => {
+                    let why = format!("no link from rank {} to rank {peer}: {why}", comm.rank);
+                    return Ok(Err(self.fail(Status::FAILURE, why)));
+                }
+            }
+        }
+        let connector = Connector { comm: comm.id, peer, channel, is_send };
+        Ok(self.add(ConnectorObject(std::sync::Arc::new(connector))))
+    }
+}
+
+impl proxy::Host for HostState {
+    fn start(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        stream: u32,
+        block: u32,
+        ops: Vec<u8>,
+        src: Vec<u8>,
+        dst: Vec<u8>,
+    ) -> Trap<Answer<()>> {
+        let comm = self.comm(&comm)?;
+        let started = lock(&comm.proxy).start(stream, block, &ops, &src, &dst);
+        Ok(started.map_err(|e| self.fail(Status::INVALID, e.to_string())))
+    }
+
+    fn stop(&mut self, comm: Resource<CommunicatorObject>, stream: u32) -> Trap<Answer<()>> {
+        let comm = self.comm(&comm)?;
+        let stopped = lock(&comm.proxy).stop(stream);
+        Ok(stopped.map_err(|e| self.fail(Status::INVALID, e.to_string())))
+    }
+
+    fn progress(&mut self, comm: Resource<CommunicatorObject>, stream: u32, block: u32) -> Trap<Answer<(bool, bool)>> {
+        let comm = self.comm(&comm)?;
+        let ticked = lock(&comm.proxy).progress(stream, block);
+        Ok(ticked.map_err(|e| self.fail(Status::NETWORK_PROXY_FAILURE, e.to_string())))
+    }
+}

@@ -1,0 +1,128 @@
+//! Host objects that guests hold by handle.
+//!
+//! A guest's handle is an index into its own instance's table; the engine checks its kind, and a handle of another
+//! instance does not exist there. What must survive the guest is behind an `Arc` here.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use hw_bridge::device::{HostMem, IncrementRegister};
+use hw_bridge::links::{Grant, IPC_BYTES};
+use hw_bridge::proxy::Proxy;
+use hw_bridge::sequencer::Endpoint;
+
+use crate::abort::AbortToken;
+use crate::net::NetLibrary;
+use crate::tenant::{Tenant, lock};
+
+/// An increment register.
+#[derive(Debug, Clone)]
+pub struct SemaphoreObject(pub Arc<IncrementRegister>);
+
+/// Host memory with dynamic sizes.
+#[derive(Debug, Clone)]
+pub struct HostMemObject(pub Arc<Mutex<HostMem>>);
+
+/// The opened net component.
+#[derive(Debug, Clone)]
+pub struct NetLibraryObject(pub Arc<NetLibrary>);
+
+/// A communicator's host side.
+#[derive(Debug, Clone)]
+pub struct CommunicatorObject(pub Arc<CommCore>);
+
+/// One direction of one edge.
+#[derive(Debug, Clone)]
+pub struct ConnectorObject(pub Arc<Connector>);
+
+/// What a connector stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Connector {
+    /// The communicator's id.
+    pub comm: u64,
+    /// The other end.
+    pub peer: usize,
+    /// The channel.
+    pub channel: u32,
+    /// Direction.
+    pub is_send: bool,
+}
+
+/// A comm of the net plug-in; made with the work across servers.
+#[derive(Debug)]
+pub struct NetCommObject(pub u64);
+/// A registration; made with the work across servers.
+#[derive(Debug)]
+pub struct RegistrationObject(pub u64);
+/// A request; made with the work across servers.
+#[derive(Debug)]
+pub struct RequestObject(pub u64);
+/// A named piece of memory; made with the work across servers.
+#[derive(Debug)]
+pub struct RegionObject(pub u64);
+
+/// A listening bootstrap socket.
+#[derive(Debug)]
+pub struct ListenerObject(pub std::net::TcpListener);
+/// A connected bootstrap socket.
+#[derive(Debug)]
+pub struct ConnectionObject(pub std::net::TcpStream);
+
+/// What of a communicator lives on the host: everything that must survive its plugin.
+#[derive(Debug)]
+pub struct CommCore {
+    /// The number a library keys its plan by.
+    pub id: u64,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks.
+    pub nranks: usize,
+    /// The data plane.
+    pub endpoint: Mutex<Endpoint>,
+    /// The network proxy.
+    pub proxy: Mutex<Proxy>,
+    /// The switch that ends it.
+    pub abort: AbortToken,
+    tenant: Arc<Tenant>,
+    grants: Mutex<HashMap<usize, [u8; IPC_BYTES]>>,
+}
+
+impl CommCore {
+    pub(crate) fn new(id: u64, endpoint: Endpoint, abort: AbortToken, tenant: Arc<Tenant>) -> Arc<CommCore> {
+        abort.attach(endpoint.abort_handle());
+        Arc::new(CommCore {
+            id,
+            rank: endpoint.rank(),
+            nranks: endpoint.nranks(),
+            endpoint: Mutex::new(endpoint),
+            proxy: Mutex::default(),
+            abort,
+            tenant,
+            grants: Mutex::default(),
+        })
+    }
+
+    /// The 64 bytes with which `peer` maps this rank's memory; the same ones each time.
+    pub(crate) fn offer(&self, peer: usize) -> Result<[u8; IPC_BYTES], String> {
+        let mut grants = lock(&self.grants);
+        if let Some(ipc) = grants.get(&peer) {
+            return Ok(*ipc);
+        }
+        let (control, hbm) = {
+            let endpoint = lock(&self.endpoint);
+            (endpoint.control().segment().clone(), endpoint.hbm().segment().clone())
+        };
+        let grant = Grant { rank: self.rank as u32, tenant: self.tenant.id, control, hbm };
+        let ipc = self.tenant.links.grant(grant).map_err(|e| e.to_string())?;
+        grants.insert(peer, ipc);
+        Ok(ipc)
+    }
+}
+
+impl Drop for CommCore {
+    fn drop(&mut self) {
+        for ipc in lock(&self.grants).values() {
+            self.tenant.links.revoke(ipc);
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Names on this machine: a local root publishes its address under (id, name), its peers look it up.
+//!
+//! A published name is an abstract unix socket whose name is a hash of tenant, key and name; a small thread answers each
+//! visitor with the 28 bytes. Only processes of the same user are served or believed.
+
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::sockopt::socket_peercred;
+use sha2::{Digest, Sha256};
+
+use super::{Answer, Trap};
+use crate::bindings::neuron::hw::rendezvous::Host;
+use crate::limits::{ADDRESS_BYTES, ID_BYTES};
+use crate::plugin::HostState;
+use crate::status::Status;
+
+/// Pause between two look-ups of a name that is not there yet.
+const PAUSE: Duration = Duration::from_millis(5);
+/// Names one instance may publish.
+const MAX_PUBLISHED: usize = 16;
+
+/// A published name; dropping it withdraws it.
+#[derive(Debug)]
+pub(crate) struct Published {
+    stop: OwnedFd,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Drop for Published {
+    fn drop(&mut self) {
+        // Our own event: the write cannot fail in a way that matters.
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(t) = self.thread.take() {
+            let _ = t.join();
+        }
+    }
+}
+
+fn socket_name(tenant: u64, key: &[u8], name: &str) -> std::io::Result<SocketAddr> {
+    let mut h = Sha256::new();
+    h.update(tenant.to_le_bytes());
+    h.update(key);
+    h.update(name.as_bytes());
+    let hex: String = h.finalize()[..20].iter().map(|b| format!("{b:02x}")).collect();
+    SocketAddr::from_abstract_name(format!("wccl-rdv-{hex}"))
+}
+
+fn same_user(stream: &UnixStream) -> bool {
+    socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid() || c.uid.is_root())
+}
+
+fn serve(listener: &UnixListener, stop: &OwnedFd, address: [u8; ADDRESS_BYTES]) {
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return,
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        if !fds[0].revents().is_empty()
+            && let Ok((mut visitor, _)) = listener.accept()
+            && same_user(&visitor)
+        {
+            // 28 bytes always fit the socket's buffer; a visitor that left does not matter.
+            let _ = visitor.write_all(&address);
+        }
+    }
+}
+
+impl HostState {
+    fn do_publish(&mut self, key: &[u8], name: &str, address: &[u8]) -> Answer<()> {
+        let Ok(address) = <[u8; ADDRESS_BYTES]>::try_from(address) else {
+            return Err(self.fail(Status::INVALID, format!("an address has {ADDRESS_BYTES} bytes, the plugin gave {}", address.len())));
+        };
+        if key.len() > ID_BYTES || name.len() > ID_BYTES || self.published.len() >= MAX_PUBLISHED {
+            return Err(self.fail(Status::INVALID, format!("a name is published with a key and text of at most {ID_BYTES} bytes, {MAX_PUBLISHED} an instance")));
+        }
+        let tenant = self.tenant.id;
+        let made = (|| {
+            let listener = UnixListener::bind_addr(&socket_name(tenant, key, name)?)?;
+            // A visitor that leaves between the wait and the accept must not block the thread.
+            listener.set_nonblocking(true)?;
+            let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
+            let stop_copy = stop.try_clone()?;
+            let thread = std::thread::Builder::new()
+                .name("wccl-rendezvous".into())
+                .spawn(move || serve(&listener, &stop_copy, address))?;
+            Ok::<_, std::io::Error>(Published { stop, thread: Some(thread) })
+        })();
+        match made {
+            Ok(p) => {
+                self.published.push(p);
+                Ok(())
+            }
+            Err(e) => Err(self.fail(Status::FAILURE, format!("publishing `{name}` failed: {e}; is another local root of the same group running?"))),
+        }
+    }
+
+    fn do_lookup(&mut self, key: &[u8], name: &str, ms: u32) -> Answer<Vec<u8>> {
+        if key.len() > ID_BYTES || name.len() > ID_BYTES {
+            return Err(self.fail(Status::INVALID, format!("a name is looked up with a key and text of at most {ID_BYTES} bytes")));
+        }
+        let until = super::sockets::deadline(ms);
+        loop {
+            let asked = socket_name(self.tenant.id, key, name).and_then(|a| UnixStream::connect_addr(&a)).and_then(|mut s| {
+                if !same_user(&s) {
+                    return Err(std::io::ErrorKind::PermissionDenied.into());
+                }
+                s.set_read_timeout(Some(Duration::from_secs(1)))?;
+                let mut address = vec![0; ADDRESS_BYTES];
+                s.read_exact(&mut address)?;
+                Ok(address)
+            });
+            match asked {
+                Ok(address) => return Ok(address),
+                Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
+                    return Err(self.fail(Status::FAILURE, format!("`{name}` is published by another user's process")));
+                }
+                Err(_) => {}
+            }
+            if Instant::now() >= until {
+                return Err(self.fail(Status::TIMEOUT, format!("nobody published `{name}` on this machine for {ms} ms; is the first rank of this server running?")));
+            }
+            let event = self.abort.event();
+            let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
+            let pause = Timespec { tv_sec: 0, tv_nsec: i64::from(PAUSE.subsec_nanos()) };
+            if matches!(poll(&mut fds, Some(&pause)), Ok(n) if n > 0) {
+                let why = format!("looking `{name}` up was aborted: {}", self.abort.reason());
+                return Err(self.fail(Status::CLOSED, why));
+            }
+        }
+    }
+}
+
+impl Host for HostState {
+    fn publish(&mut self, key: Vec<u8>, name: String, address: Vec<u8>) -> Trap<Answer<()>> {
+        Ok(self.do_publish(&key, &name, &address))
+    }
+
+    fn lookup(&mut self, key: Vec<u8>, name: String, ms: u32) -> Trap<Answer<Vec<u8>>> {
+        Ok(self.do_lookup(&key, &name, ms))
+    }
+}

@@ -1,0 +1,402 @@
+//! Bootstrap sockets. Every call has a deadline, is ended by the instance's abort, and survives signals (EINTR).
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use wasmtime::component::Resource;
+
+use super::objects::{ConnectionObject, ListenerObject};
+use super::{Answer, Trap};
+use crate::bindings::neuron::hw::sockets::{Host, Netif};
+use crate::limits::{ADDRESS_BYTES, byte_list};
+use crate::plugin::HostState;
+use crate::status::Status;
+
+const AF_INET: u16 = 2;
+const AF_INET6: u16 = 10;
+/// First pause between two attempts to connect or bind; doubles up to the second.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
+
+pub(super) fn deadline(ms: u32) -> Instant {
+    Instant::now() + Duration::from_millis(u64::from(ms))
+}
+
+/// The original's 28 bytes: family u16, port u16 big-endian, then the address as in the system's own structures.
+pub(crate) fn encode(addr: &SocketAddr) -> Vec<u8> {
+    let mut b = vec![0u8; ADDRESS_BYTES];
+    b[2..4].copy_from_slice(&addr.port().to_be_bytes());
+    match addr {
+        SocketAddr::V4(a) => {
+            b[..2].copy_from_slice(&AF_INET.to_le_bytes());
+            b[4..8].copy_from_slice(&a.ip().octets());
+        }
+        SocketAddr::V6(a) => {
+            b[..2].copy_from_slice(&AF_INET6.to_le_bytes());
+            b[4..8].copy_from_slice(&a.flowinfo().to_be_bytes());
+            b[8..24].copy_from_slice(&a.ip().octets());
+            b[24..28].copy_from_slice(&a.scope_id().to_le_bytes());
+        }
+    }
+    b
+}
+
+pub(crate) fn decode(b: &[u8]) -> Result<SocketAddr, String> {
+    if b.len() != ADDRESS_BYTES {
+        return Err(format!("a socket address has {ADDRESS_BYTES} bytes, the plugin gave {}", b.len()));
+    }
+    let port = u16::from_be_bytes([b[2], b[3]]);
+    match u16::from_le_bytes([b[0], b[1]]) {
+        AF_INET => Ok(SocketAddr::from((Ipv4Addr::new(b[4], b[5], b[6], b[7]), port))),
+        AF_INET6 => {
+            let mut ip = [0u8; 16];
+            ip.copy_from_slice(&b[8..24]);
+            let flow = u32::from_be_bytes([b[4], b[5], b[6], b[7]]);
+            let scope = u32::from_le_bytes([b[24], b[25], b[26], b[27]]);
+            Ok(SocketAddr::V6(SocketAddrV6::new(Ipv6Addr::from(ip), port, flow, scope)))
+        }
+        f => Err(format!("a socket address has family {f}; AF_INET (2) and AF_INET6 (10) are supported")),
+    }
+}
+
+enum Wait {
+    Ready,
+    Late,
+    Aborted,
+}
+
+impl HostState {
+    /// Waits until `fd` is ready, the deadline, or the abort.
+    fn wait(&self, fd: impl AsFd, flags: PollFlags, deadline: Instant) -> Wait {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+            let event = self.abort.event();
+            let mut fds = [PollFd::new(&fd, flags), PollFd::from_borrowed_fd(event, PollFlags::IN)];
+            match poll(&mut fds, Some(&timeout)) {
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(_) => return Wait::Ready,
+                Ok(_) if !fds[1].revents().is_empty() => return Wait::Aborted,
+                Ok(_) if !fds[0].revents().is_empty() => return Wait::Ready,
+                Ok(_) if left.is_zero() => return Wait::Late,
+                Ok(_) => {}
+            }
+        }
+    }
+
+    /// Sleeps for a pause, unless aborted or late.
+    fn pause(&self, pause: Duration, deadline: Instant) -> Wait {
+        let until = (Instant::now() + pause).min(deadline);
+        let event = self.abort.event();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+            let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
+            match poll(&mut fds, Some(&timeout)) {
+                Ok(n) if n > 0 => return Wait::Aborted,
+                _ if Instant::now() >= deadline => return Wait::Late,
+                _ if Instant::now() >= until => return Wait::Ready,
+                _ => {}
+            }
+        }
+    }
+
+    fn late<T>(&mut self, what: String) -> Answer<T> {
+        Err(self.fail(Status::TIMEOUT, what))
+    }
+
+    fn closed<T>(&mut self, what: &str) -> Answer<T> {
+        let why = format!("{what} was aborted: {}", self.abort.reason());
+        Err(self.fail(Status::CLOSED, why))
+    }
+
+    fn socket_quota(&mut self) -> Answer<()> {
+        let most = self.tenant.limits.sockets;
+        if self.sockets >= most {
+            return Err(self.fail(Status::RESOURCE, format!("the instance already holds {most} sockets")));
+        }
+        Ok(())
+    }
+
+    fn address(&mut self, bytes: &[u8]) -> Answer<SocketAddr> {
+        decode(bytes).map_err(|why| self.fail(Status::INVALID, why))
+    }
+
+    fn socket_error<T>(&mut self, what: String, e: &std::io::Error) -> Answer<T> {
+        let hint = match e.raw_os_error() {
+            Some(24) => "; the process is out of file descriptors (ulimit -n)",
+            Some(23) => "; the machine is out of file descriptors",
+            _ => "",
+        };
+        Err(self.fail(Status::FAILURE, format!("{what} failed: {e}{hint}")))
+    }
+
+    fn new_connection(&mut self, stream: TcpStream) -> Answer<Resource<ConnectionObject>> {
+        if let Err(e) = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)) {
+            return self.socket_error("setting up a connection".into(), &e);
+        }
+        let r = self.add(ConnectionObject(stream))?;
+        self.sockets += 1;
+        Ok(r)
+    }
+
+    fn do_listen(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ListenerObject>> {
+        self.socket_quota()?;
+        let addr = self.address(address)?;
+        let until = deadline(ms);
+        let mut pause = BACKOFF.0;
+        let listener = loop {
+            // std sets SO_REUSEADDR, so a port in TIME_WAIT is no obstacle; one that is in use is waited for.
+            match TcpListener::bind(addr) {
+                Ok(l) => break l,
+                Err(e) if e.kind() == ErrorKind::AddrInUse => match self.pause(pause, until) {
+                    Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
+                    Wait::Aborted => return self.closed("listening"),
+                    Wait::Late => {
+                        return self.late(format!("{addr} stayed in use; another job listens there, choose another port"));
+                    }
+                },
+                Err(e) => return self.socket_error(format!("listening on {addr}"), &e),
+            }
+        };
+        if let Err(e) = listener.set_nonblocking(true) {
+            return self.socket_error(format!("listening on {addr}"), &e);
+        }
+        let r = self.add(ListenerObject(listener))?;
+        self.sockets += 1;
+        Ok(r)
+    }
+
+    fn do_accept(&mut self, handle: &Resource<ListenerObject>, ms: u32) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
+        if let Err(s) = self.socket_quota() {
+            return Ok(Err(s));
+        }
+        let until = deadline(ms);
+        let (accepted, addr) = loop {
+            let listener = &self.table.get(handle)?.0;
+            match listener.accept() {
+                Ok(a) => break a,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(listener, PollFlags::IN, until) {
+                    Wait::Ready => {}
+                    Wait::Aborted => return Ok(self.closed("waiting for an incoming connection")),
+                    Wait::Late => {
+                        let at = listener.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
+                        return Ok(self.late(format!("Timeout waiting for incoming connection on {at} after {ms} ms")));
+                    }
+                },
+                // The connection was gone before it was accepted, or a signal came: look again.
+                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e)),
+            }
+        };
+        Ok(self.new_connection(accepted).map(|c| (c, encode(&addr))))
+    }
+
+    fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
+        self.socket_quota()?;
+        let addr = self.address(address)?;
+        let until = deadline(ms);
+        let mut pause = BACKOFF.0;
+        let mut told = false;
+        loop {
+            let left = until.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
+            let tried = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)));
+            let e = match tried {
+                Ok(stream) => return self.new_connection(stream),
+                Err(e) => e,
+            };
+            let again = matches!(
+                e.kind(),
+                ErrorKind::ConnectionRefused
+                    | ErrorKind::ConnectionReset
+                    | ErrorKind::TimedOut
+                    | ErrorKind::Interrupted
+                    | ErrorKind::HostUnreachable
+                    | ErrorKind::NetworkUnreachable
+                    | ErrorKind::AddrNotAvailable
+                    | ErrorKind::WouldBlock
+            );
+            if !again {
+                return self.socket_error(format!("connecting to {addr}"), &e);
+            }
+            if !told {
+                tracing::debug!("Connect to {addr} failed - retrying ({e})");
+                told = true;
+            }
+            match self.pause(pause, until) {
+                Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
+                Wait::Aborted => return self.closed(&format!("connecting to {addr}")),
+                Wait::Late => {
+                    return self.late(format!("Connect to {addr} failed for {ms} ms ({e}); is the rank that listens there running?"));
+                }
+            }
+        }
+    }
+
+    fn do_send(&mut self, handle: &Resource<ConnectionObject>, data: &[u8], ms: u32) -> Trap<Answer<()>> {
+        let until = deadline(ms);
+        let mut sent = 0;
+        while sent < data.len() {
+            let mut stream = &self.table.get(handle)?.0;
+            match stream.write(&data[sent..]) {
+                Ok(n) => sent += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::OUT, until) {
+                    Wait::Ready => {}
+                    Wait::Aborted => return Ok(self.closed("sending")),
+                    Wait::Late => return Ok(self.late(format!("Timeout sending {} bytes after {ms} ms", data.len()))),
+                },
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => {
+                    let who = peer_name(stream);
+                    return Ok(Err(self.fail(Status::CLOSED, format!("TX, connection closed by remote peer {who}: {e}"))));
+                }
+            }
+        }
+        Ok(Ok(()))
+    }
+
+    fn do_recv(&mut self, handle: &Resource<ConnectionObject>, bytes: u32, ms: u32) -> Trap<Answer<Vec<u8>>> {
+        let until = deadline(ms);
+        let mut data = vec![0u8; bytes as usize];
+        let mut got = 0;
+        while got < data.len() {
+            let mut stream = &self.table.get(handle)?.0;
+            match stream.read(&mut data[got..]) {
+                Ok(0) => {
+                    let who = peer_name(stream);
+                    let why = format!("RX, connection closed by remote peer {who} after {got} of {bytes} bytes");
+                    return Ok(Err(self.fail(Status::CLOSED, why)));
+                }
+                Ok(n) => got += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::IN, until) {
+                    Wait::Ready => {}
+                    Wait::Aborted => return Ok(self.closed("receiving")),
+                    Wait::Late => {
+                        let who = peer_name(stream);
+                        return Ok(self.late(format!("Timeout waiting for RX from {who}: {got} of {bytes} bytes after {ms} ms")));
+                    }
+                },
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => {
+                    let who = peer_name(stream);
+                    return Ok(Err(self.fail(Status::CLOSED, format!("RX, connection closed by remote peer {who}: {e}"))));
+                }
+            }
+        }
+        Ok(Ok(data))
+    }
+}
+
+fn peer_name(stream: &TcpStream) -> String {
+    stream.peer_addr().map_or_else(|_| "(gone)".into(), |a| a.to_string())
+}
+
+fn limit(function: &str) -> u64 {
+    byte_list("neuron:hw/sockets", function).unwrap_or(0)
+}
+
+impl Host for HostState {
+    fn interfaces(&mut self) -> Trap<Vec<Netif>> {
+        Ok(interfaces())
+    }
+
+    fn resolve(&mut self, host: String, port: u16, ms: u32) -> Trap<Answer<Vec<Vec<u8>>>> {
+        if host.len() > 253 {
+            let why = format!("a host name has at most 253 characters, this one has {}", host.len());
+            return Ok(Err(self.fail(Status::INVALID, why)));
+        }
+        // The resolver cannot be interrupted, so it runs beside; it is bounded by its own time-outs.
+        let (tx, rx) = std::sync::mpsc::channel();
+        let name = host.clone();
+        let spawned = std::thread::Builder::new().name("wccl-resolve".into()).spawn(move || {
+            let found = (name.as_str(), port).to_socket_addrs().map(|a| a.collect::<Vec<_>>());
+            // The asker may have given up.
+            let _ = tx.send(found);
+        });
+        if let Err(e) = spawned {
+            return Ok(self.socket_error("starting a resolver thread".into(), &e));
+        }
+        match rx.recv_timeout(Duration::from_millis(u64::from(ms))) {
+            Ok(Ok(found)) => Ok(Ok(found.iter().map(encode).collect())),
+            Ok(Err(e)) => Ok(self.socket_error(format!("looking up host name {host}"), &e)),
+            Err(_) => Ok(self.late(format!("looking up host name {host} took longer than {ms} ms"))),
+        }
+    }
+
+    fn listen(&mut self, address: Vec<u8>, ms: u32) -> Trap<Answer<Resource<ListenerObject>>> {
+        Ok(self.do_listen(&address, ms))
+    }
+
+    fn local_address(&mut self, listener: Resource<ListenerObject>) -> Trap<Vec<u8>> {
+        Ok(encode(&self.table.get(&listener)?.0.local_addr()?))
+    }
+
+    fn accept(&mut self, listener: Resource<ListenerObject>, ms: u32) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
+        self.do_accept(&listener, ms)
+    }
+
+    fn connect(&mut self, address: Vec<u8>, ms: u32) -> Trap<Answer<Resource<ConnectionObject>>> {
+        Ok(self.do_connect(&address, ms))
+    }
+
+    fn send(&mut self, connection: Resource<ConnectionObject>, data: Vec<u8>, ms: u32) -> Trap<Answer<()>> {
+        if data.len() as u64 > limit("send") {
+            let why = format!("one send has at most {} bytes, the plugin gave {}", limit("send"), data.len());
+            return Ok(Err(self.fail(Status::INVALID, why)));
+        }
+        self.do_send(&connection, &data, ms)
+    }
+
+    fn recv(&mut self, connection: Resource<ConnectionObject>, bytes: u32, ms: u32) -> Trap<Answer<Vec<u8>>> {
+        if u64::from(bytes) > limit("recv") {
+            let why = format!("one receive has at most {} bytes, the plugin asked for {bytes}", limit("recv"));
+            return Ok(Err(self.fail(Status::INVALID, why)));
+        }
+        self.do_recv(&connection, bytes, ms)
+    }
+}
+
+/// Interfaces that carry an address, from the kernel's own tables.
+fn interfaces() -> Vec<Netif> {
+    let mut found: Vec<Netif> = Vec::new();
+    let mut add = |name: &str, ip: IpAddr, scope: u32| {
+        let addr = match ip {
+            IpAddr::V4(v4) => SocketAddr::from((v4, 0)),
+            IpAddr::V6(v6) => SocketAddr::V6(SocketAddrV6::new(v6, 0, 0, scope)),
+        };
+        let link_local = match ip {
+            IpAddr::V4(v4) => v4.is_link_local(),
+            IpAddr::V6(v6) => v6.is_unicast_link_local(),
+        };
+        found.push(Netif { name: name.into(), address: encode(&addr), loopback: ip.is_loopback(), link_local });
+    };
+    for (name, ip, scope) in crate::hw::system::addresses() {
+        add(&name, ip, scope);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_round_trip_in_28_bytes() {
+        for text in ["127.0.0.1:5", "10.1.2.3:65535", "[::1]:9", "[fe80::1%3]:77"] {
+            let addr: SocketAddr = text.parse().unwrap();
+            let b = encode(&addr);
+            assert_eq!(b.len(), 28);
+            assert_eq!(u16::from_be_bytes([b[2], b[3]]), addr.port());
+            assert_eq!(decode(&b).unwrap(), addr);
+        }
+        assert!(decode(&[0; 27]).unwrap_err().contains("27"));
+        assert!(decode(&[0; 28]).unwrap_err().contains("family 0"));
+    }
+
+    #[test]
+    fn the_loopback_interface_is_listed() {
+        assert!(interfaces().iter().any(|i| i.loopback && i.name == "lo"));
+    }
+}

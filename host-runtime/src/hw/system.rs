@@ -1,0 +1,244 @@
+//! Facts of the machine and the process: identity, PCI and NUMA, affinity, granted variables and files, time, random
+//! numbers, the log.
+
+use std::io::{Read, Write};
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::{Instant, SystemTime};
+
+use cap_std::ambient_authority;
+use cap_std::fs::Dir;
+use rustix::thread::CpuSet;
+
+use super::{Answer, Trap};
+use crate::bindings::neuron::hw::{affinity, clock, config, files, identity, log, pci, random};
+use crate::limits::byte_list;
+use crate::plugin::HostState;
+use crate::status::Status;
+
+/// Words of a CPU mask.
+const MASK_WORDS: usize = 16;
+
+/// Variables a plugin may read. Names beside this table are not granted, whatever the process environment holds.
+pub const GRANTED: &[&str] = &[
+    "NEURON_CCOM_SOCK_TIMEOUT",
+    "CCOM_SOCKET_IFNAME",
+    "CCOM_SOCKET_FAMILY",
+    "NCCL_TOPO_FILE",
+    "NCCL_TOPO_DUMP_FILE",
+    "NCCL_GRAPH_FILE",
+    "NCCL_GRAPH_USE_NEW_ALGORITHM",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "CCOM_DBG_DISABLE_VERIFY_TOPOLOGY",
+    "FI_EFA_FORK_SAFE",
+];
+
+/// Variables whose value names a file the plugin may read or write.
+const FILES: &[(&str, bool)] = &[("NCCL_TOPO_FILE", false), ("NCCL_GRAPH_FILE", false), ("NCCL_TOPO_DUMP_FILE", true)];
+
+/// Addresses of the machine's interfaces that are up: name, address, scope.
+pub(super) fn addresses() -> Vec<(String, IpAddr, u32)> {
+    let found = if_addrs::get_if_addrs().unwrap_or_else(|e| {
+        tracing::warn!("the interfaces of this machine cannot be listed: {e}");
+        Vec::new()
+    });
+    found
+        .into_iter()
+        .map(|i| {
+            let ip = i.ip();
+            let scoped = matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
+            let scope = if scoped { i.index.unwrap_or(0) } else { 0 };
+            (i.name, ip, scope)
+        })
+        .collect()
+}
+
+fn words(set: &CpuSet) -> Vec<u64> {
+    let mut words = vec![0u64; MASK_WORDS];
+    for cpu in 0..CpuSet::MAX_CPU.min(MASK_WORDS * 64) {
+        if set.is_set(cpu) {
+            words[cpu / 64] |= 1 << (cpu % 64);
+        }
+    }
+    words
+}
+
+impl identity::Host for HostState {
+    fn host(&mut self) -> Trap<String> {
+        // The boot id tells containers with equal host names on different machines apart.
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let uname = rustix::system::uname();
+        Ok(format!("{}/{}", uname.nodename().to_string_lossy(), boot.trim()))
+    }
+
+    fn process(&mut self) -> Trap<String> {
+        // The tenant runtime is the process in the original's sense; its address tells two in one process apart.
+        let start = std::ptr::from_ref(&*self.tenant) as usize;
+        Ok(format!("{}/{start:x}", rustix::process::getpid().as_raw_nonzero()))
+    }
+
+    fn shm_device(&mut self) -> Trap<u64> {
+        Ok(rustix::fs::stat("/dev/shm").map_or(0, |s| s.st_dev))
+    }
+}
+
+impl pci::Host for HostState {
+    fn numa_nodes(&mut self) -> Trap<Vec<pci::NumaNode>> {
+        // The modelled server's nodes share the CPUs this process may use.
+        let cpus = rustix::thread::sched_getaffinity(None).map(|s| words(&s)).unwrap_or_default();
+        let list: Vec<String> =
+            (0..cpus.len() * 64).filter(|c| cpus[c / 64] >> (c % 64) & 1 == 1).map(|c| c.to_string()).collect();
+        let cpus = list.join(",");
+        let n = self.tenant.device.numa_node_count();
+        Ok((0..n).map(|id| pci::NumaNode { id, cpus: cpus.clone() }).collect())
+    }
+
+    fn nics(&mut self) -> Trap<Vec<pci::Nic>> {
+        let nics = self.tenant.device.nics();
+        Ok(nics
+            .iter()
+            .map(|n| pci::Nic {
+                name: n.name.clone(),
+                bdf: n.bdf.to_string(),
+                numa: n.numa,
+                speed: n.speed_mbps,
+                guid: n.guid,
+            })
+            .collect())
+    }
+
+    fn device_numa(&mut self, dev: i32) -> Trap<u32> {
+        Ok(self.tenant.device.device_numa(dev).unwrap_or(0))
+    }
+}
+
+impl affinity::Host for HostState {
+    fn get(&mut self) -> Trap<Vec<u64>> {
+        Ok(words(&rustix::thread::sched_getaffinity(None)?))
+    }
+
+    fn set(&mut self, mask: Vec<u64>) -> Trap<Answer<()>> {
+        if mask.len() > MASK_WORDS || mask.iter().all(|w| *w == 0) {
+            return Ok(Err(self.fail(Status::INVALID, format!("a CPU mask has 1 to {MASK_WORDS} words and at least one CPU"))));
+        }
+        let mut set = CpuSet::new();
+        for cpu in 0..(mask.len() * 64).min(CpuSet::MAX_CPU) {
+            if mask[cpu / 64] >> (cpu % 64) & 1 == 1 {
+                set.set(cpu);
+            }
+        }
+        Ok(rustix::thread::sched_setaffinity(None, &set)
+            .map_err(|e| self.fail(Status::INVALID, format!("the CPU mask cannot be set: {e}; none of its CPUs may be used here"))))
+    }
+
+    fn local(&mut self, _dev: i32) -> Trap<Vec<u64>> {
+        // The modelled accelerators are near every CPU of the process.
+        Ok(words(&rustix::thread::sched_getaffinity(None)?))
+    }
+}
+
+impl config::Host for HostState {
+    fn get(&mut self, name: String) -> Trap<Option<String>> {
+        Ok(GRANTED.contains(&name.as_str()).then(|| self.tenant.vars.get(&name).cloned()).flatten())
+    }
+}
+
+impl HostState {
+    /// The granted file that `variable` names, opened beneath its own directory, never by a path of the guest's.
+    fn granted(&mut self, variable: &str, writing: bool) -> Answer<(Dir, std::ffi::OsString, String)> {
+        let ok = FILES.iter().any(|(name, w)| *name == variable && *w == writing);
+        let value = ok.then(|| self.tenant.vars.get(variable).cloned()).flatten();
+        let Some(value) = value else {
+            return Err(self.fail(Status::INVALID, format!("no file was granted under {variable}")));
+        };
+        let path = Path::new(&value);
+        let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let opened = path
+            .file_name()
+            .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::InvalidInput))
+            .and_then(|f| Ok((Dir::open_ambient_dir(parent, ambient_authority())?, f.to_os_string())));
+        match opened {
+            Ok((dir, file)) => Ok((dir, file, value)),
+            Err(e) => Err(self.fail(Status::INVALID, format!("the file {value}, named by {variable}, cannot be reached: {e}"))),
+        }
+    }
+}
+
+impl files::Host for HostState {
+    fn read(&mut self, variable: String) -> Trap<Answer<Vec<u8>>> {
+        let most = byte_list("neuron:hw/files", "read").unwrap_or(0);
+        let (dir, file, path) = match self.granted(&variable, false) {
+            Ok(g) => g,
+            Err(s) => return Ok(Err(s)),
+        };
+        let mut data = Vec::new();
+        let read = dir.open(&file).and_then(|f| f.take(most + 1).read_to_end(&mut data));
+        Ok(match read {
+            Ok(_) if data.len() as u64 <= most => Ok(data),
+            Ok(_) => Err(self.fail(Status::INVALID, format!("the file {path}, named by {variable}, has more than {most} bytes"))),
+            Err(e) => Err(self.fail(Status::INVALID, format!("the file {path}, named by {variable}, cannot be read: {e}"))),
+        })
+    }
+
+    fn write(&mut self, variable: String, data: Vec<u8>) -> Trap<Answer<()>> {
+        let most = byte_list("neuron:hw/files", "write").unwrap_or(0);
+        if data.len() as u64 > most {
+            return Ok(Err(self.fail(Status::INVALID, format!("a file has at most {most} bytes, the plugin gave {}", data.len()))));
+        }
+        let (dir, file, path) = match self.granted(&variable, true) {
+            Ok(g) => g,
+            Err(s) => return Ok(Err(s)),
+        };
+        let written = dir.create(&file).and_then(|mut f| f.write_all(&data));
+        Ok(written.map_err(|e| self.fail(Status::FAILURE, format!("the file {path}, named by {variable}, cannot be written: {e}"))))
+    }
+}
+
+impl clock::Host for HostState {
+    fn monotonic_ns(&mut self) -> Trap<u64> {
+        static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+        Ok(START.get_or_init(Instant::now).elapsed().as_nanos() as u64)
+    }
+
+    fn wall_seconds(&mut self) -> Trap<i64> {
+        Ok(SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64))
+    }
+}
+
+impl random::Host for HostState {
+    fn get_u64(&mut self) -> Trap<u64> {
+        let mut b = [0u8; 8];
+        let mut got = 0;
+        while got < b.len() {
+            match rustix::rand::getrandom(&mut b[got..], rustix::rand::GetRandomFlags::empty()) {
+                Ok(n) => got += n,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Ok(u64::from_le_bytes(b))
+    }
+}
+
+impl log::Host for HostState {
+    fn write(&mut self, level: log::Level, text: String) -> Trap<()> {
+        let text = crate::reverse::line(&text);
+        if matches!(level, log::Level::Error) {
+            self.note(text.to_string());
+        }
+        if !self.may_log() {
+            return Ok(());
+        }
+        let tenant = &self.tenant.name;
+        match level {
+            // The failure itself is reported once, by whoever called the entry.
+            log::Level::Error => tracing::debug!(target: "CCOM", %tenant, "{text}"),
+            log::Level::Warn => tracing::warn!(target: "CCOM", %tenant, "{text}"),
+            log::Level::Info => tracing::info!(target: "CCOM", %tenant, "{text}"),
+            log::Level::Debug => tracing::debug!(target: "CCOM", %tenant, "{text}"),
+            log::Level::Trace => tracing::trace!(target: "CCOM", %tenant, "{text}"),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,98 @@
+//! Background tasks: a new store of the same component on a host thread. A bootstrap root is one.
+//!
+//! The listener moves: the spawner loses its handle, the task gets the socket itself. A task's waits are bounded by their
+//! own deadlines and end at once when the runtime closes.
+
+use wasmtime::component::Resource;
+
+use super::objects::ListenerObject;
+use super::{Answer, Trap};
+use crate::abort::AbortToken;
+use crate::bindings::neuron::hw::tasks::Host;
+use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::limits::byte_list;
+use crate::plugin::{HostState, Instance};
+use crate::status::Status;
+use crate::tenant::{Task, lock};
+
+/// The exported interface.
+const TASK_ENTRY: &str = "neuron:hw/task-entry";
+
+impl HostState {
+    fn do_spawn(&mut self, kind: String, state: Vec<u8>, listener: Option<ListenerObject>) -> Answer<()> {
+        let most = byte_list("neuron:hw/tasks", "spawn").unwrap_or(0);
+        if state.len() as u64 > most {
+            return Err(self.fail(Status::INVALID, format!("a task's state has at most {most} bytes, the plugin gave {}", state.len())));
+        }
+        let Some(library) = self.library.clone() else {
+            return Err(self.fail(Status::INVALID, "this plugin cannot start tasks"));
+        };
+        let run = library.exported(TASK_ENTRY).and_then(|i| library.function(&i, "run"));
+        let Some(run) = run else {
+            return Err(self.fail(Status::INVALID, format!("the plugin does not export {TASK_ENTRY}.run, so it cannot start tasks")));
+        };
+        let tenant = self.tenant.clone();
+        let mut tasks = lock(&tenant.tasks);
+        tasks.retain(|t| !t.thread.is_finished());
+        if tasks.len() >= tenant.limits.tasks {
+            let most = tenant.limits.tasks;
+            return Err(self.fail(Status::RESOURCE, format!("tenant {} already runs {most} background tasks", tenant.name)));
+        }
+        let abort = match AbortToken::new() {
+            Ok(a) => a,
+            Err(e) => return Err(self.fail(Status::RESOURCE, format!("a task's abort event could not be made: {e} (check ulimit -n)"))),
+        };
+        let made = Instance::new(&library, HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None));
+        let instance = match made {
+            Ok(i) => i,
+            Err(why) => return Err(self.fail(Status::FAILURE, format!("the task's instance could not be made: {why}"))),
+        };
+        let name = kind.clone();
+        let body = move || {
+            let handle = match listener.map(|l| instance.peek(|s| s.adopt_listener(l))).transpose() {
+                Ok(h) => h,
+                Err(s) => {
+                    tracing::error!(task = %name, "the task could not take its listener over: {}", Status::from(&s));
+                    return;
+                }
+            };
+            type Params<'a> = (&'a str, &'a [u8], Option<Resource<ListenerObject>>);
+            match instance.call::<Params<'_>, Result<(), NrtStatus>>("task-entry.run", &run, (&name, &state, handle)) {
+                Ok((Ok(()), _)) => tracing::debug!(task = %name, "task ended"),
+                Ok((Err(s), causes)) => {
+                    tracing::warn!(task = %name, "task ended with {}: {}", Status::from(&s), causes.join("; "));
+                }
+                Err(e) => tracing::error!(task = %name, "task stopped: {e}"),
+            }
+        };
+        match std::thread::Builder::new().name(format!("wccl-{kind:.9}")).spawn(body) {
+            Ok(thread) => {
+                tasks.push(Task { abort, thread });
+                Ok(())
+            }
+            Err(e) => Err(self.fail(Status::RESOURCE, format!("a task's thread could not be started: {e} (check ulimit -u)"))),
+        }
+    }
+
+    fn adopt_listener(&mut self, listener: ListenerObject) -> Answer<Resource<ListenerObject>> {
+        let r = self.add(listener)?;
+        self.sockets += 1;
+        Ok(r)
+    }
+}
+
+impl Host for HostState {
+    fn spawn(&mut self, kind: String, state: Vec<u8>, listener: Option<Resource<ListenerObject>>) -> Trap<Answer<()>> {
+        let moved = match listener {
+            None => None,
+            Some(handle) => match self.remove(handle) {
+                Some(l) => {
+                    self.sockets -= 1;
+                    Some(l)
+                }
+                None => return Ok(Err(self.fail(Status::INVALID_HANDLE, "the listener handed to a task is not the plugin's"))),
+            },
+        };
+        Ok(self.do_spawn(kind, state, moved))
+    }
+}

@@ -1,0 +1,35 @@
+//! The native host: plays libnrt, runs the collectives library as a sandboxed component, moves data natively.
+//!
+//! *Wasm plans, native moves*: a component decides who talks to whom, over what, in which order; its decisions are plain
+//! data, which [`enc`] compiles into schedules that `hw-bridge` executes with no component call in the steady state.
+//!
+//! | room | holds |
+//! |---|---|
+//! | [`nrt`] | the public API |
+//! | [`enc`] | algorithms and schedules |
+//! | [`forward`] | the 37-slot table, gate 89, the sentinel, the wrappers |
+//! | [`reverse`] | the 16 + 4 callbacks |
+//! | [`hw`] | the host side of `neuron:hw` |
+//! | [`net`] | binding a net component |
+//! | [`plugin`] | compiling, caching, instantiating components; limits; traps |
+//! | [`tenant`] | what a tenant may use and has used |
+//! | [`swap`] | replacing a library under running communicators |
+//!
+//! This is the only crate that names the WebAssembly runtime.
+
+pub mod abort;
+pub mod bindings;
+pub mod enc;
+pub mod error;
+pub mod forward;
+pub mod hw;
+pub mod limits;
+pub mod net;
+pub mod nrt;
+pub mod plugin;
+pub mod reverse;
+pub mod status;
+pub mod swap;
+pub mod tenant;
+
+pub use hw_bridge::dtype::{DataType, ReduceOp};

@@ -1,0 +1,95 @@
+//! Every limit of the host in one place. What a guest may have is [`Limits`], per tenant; what the contracts say is a
+//! constant.
+
+use std::time::Duration;
+
+/// The compatibility id that the loader demands (INV-04).
+pub const COMPATIBILITY: u64 = 89;
+/// Bytes of `nec_version_info_t`, passed to the probe.
+pub const VERSION_INFO_BYTES: u32 = 56;
+/// Bytes of a unique id and of a net handle.
+pub const ID_BYTES: usize = 128;
+/// Bytes of a socket address.
+pub const ADDRESS_BYTES: usize = 28;
+
+/// Longest byte lists by function, as the contracts document them; a test compares this table with wit/. The first match
+/// decides; a function that is not named here has no byte list.
+pub const BYTE_LISTS: &[(&str, &str, u64)] = &[
+    ("neuron:hw/sockets", "send", 65_536),
+    ("neuron:hw/sockets", "recv", 65_536),
+    ("neuron:hw/sockets", "*", ADDRESS_BYTES as u64),
+    ("neuron:hw/links", "*", 64),
+    ("neuron:hw/rendezvous", "*", ID_BYTES as u64),
+    ("neuron:hw/tasks", "spawn", 4096),
+    ("neuron:hw/task-entry", "run", 4096),
+    ("neuron:hw/proxy", "start", 1 << 20),
+    ("neuron:hw/files", "*", 4 << 20),
+    ("neuron:nccom/collectives", "neuron-get-version-info", 16),
+    ("neuron:nccom/collectives", "neuron-bootstrap-send", 65_536),
+    ("neuron:nccom/collectives", "neuron-bootstrap-recv", 65_536),
+    ("neuron:nccom/collectives", "neuron-bootstrap-all-gather", 4 << 20),
+    ("neuron:nccom/collectives", "*", ID_BYTES as u64),
+    ("neuron:lifecycle/lifecycle", "*", 1 << 20),
+    ("nccl:net/nccl-net-plugin-v4", "*", 64),
+    ("nccl:net", "*", ID_BYTES as u64),
+];
+
+/// The limit for a byte list of `function` in `interface`.
+pub fn byte_list(interface: &str, function: &str) -> Option<u64> {
+    BYTE_LISTS.iter().find(|(i, f, _)| interface.starts_with(i) && (*f == "*" || *f == function)).map(|row| row.2)
+}
+
+/// Length of one epoch tick: the grain of guest deadlines.
+pub const TICK: Duration = Duration::from_millis(10);
+/// Bytes a plugin file may have.
+pub const MAX_PLUGIN_BYTES: u64 = 64 << 20;
+/// Stack of guest code.
+pub const GUEST_STACK: usize = 512 * 1024;
+/// Sentences kept for the failure an entry reports.
+pub const MAX_CAUSES: usize = 8;
+/// Bytes of one log line of a guest.
+pub const MAX_LOG_LINE: usize = 4096;
+/// Schedules a communicator keeps compiled.
+pub const MAX_SCHEDULES: usize = 512;
+
+/// What one tenant's plugins may use. The default suits a plugin that plans for a few hundred ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Linear memory of one instance, bytes.
+    pub memory: usize,
+    /// Elements of one table.
+    pub table: usize,
+    /// Guest time of one call, host functions not counted.
+    pub call: Duration,
+    /// How long a call waits for another call of the same instance to end.
+    pub entry: Duration,
+    /// Bytes that one host call may hand over in lists and strings.
+    pub hostcall_bytes: usize,
+    /// Communicators alive.
+    pub communicators: usize,
+    /// Background tasks alive.
+    pub tasks: usize,
+    /// Bootstrap sockets of one instance.
+    pub sockets: usize,
+    /// Other host objects of one instance.
+    pub objects: usize,
+    /// Log lines of one instance in a second.
+    pub log_rate: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            memory: 64 << 20,
+            table: 10_000,
+            call: Duration::from_secs(20),
+            entry: Duration::from_secs(120),
+            hostcall_bytes: 16 << 20,
+            communicators: 256,
+            tasks: 64,
+            sockets: 4096,
+            objects: 65_536,
+            log_rate: 2000,
+        }
+    }
+}

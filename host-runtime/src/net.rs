@@ -1,0 +1,175 @@
+//! The net component: the loader's soft step, and binding by the name `ncclNetPlugin_v6`.
+//!
+//! It lives in a store of its own; a transport reaches it only through the host. Opening it never changes the loader's
+//! result (INV-17); a component without the v6 table is released and logged (INV-90).
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use crate::abort::AbortToken;
+use crate::bindings::net_plugin::exports::nccl::net::nccl_net_plugin_v6::{NcclError, Properties};
+use crate::bindings::neuron::hw::net;
+use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::hw::objects::NetLibraryObject;
+use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::status::Status;
+use crate::tenant::{NetState, Tenant, lock};
+use wasmtime::component::{ComponentExportIndex, ComponentNamedList, ComponentType, Lift, Lower, Resource};
+
+/// The one table that is bound.
+pub const V6: &str = "nccl:net/nccl-net-plugin-v6";
+
+/// An opened net component.
+#[derive(Debug)]
+pub struct NetLibrary {
+    /// Its file.
+    pub path: PathBuf,
+    library: Arc<Library>,
+    bound: Mutex<Option<Bound>>,
+}
+
+#[derive(Debug, Clone)]
+struct Bound {
+    instance: Arc<Instance>,
+    table: ComponentExportIndex,
+}
+
+/// The soft step: opens the net component, or notes why there is none. Never fails.
+pub(crate) fn open(tenant: &Arc<Tenant>, path: Option<&Path>) {
+    let state = match path {
+        None => NetState::Absent("no net plugin is configured".into()),
+        Some(path) => {
+            let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
+            match crate::plugin::read(path).and_then(|b| Library::link(&name, &b, Kind::Net, &[])) {
+                Ok(library) => {
+                    tracing::info!(plugin = %name, "dlopened libnccom-net.so");
+                    NetState::Open(Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() }))
+                }
+                Err(why) => NetState::Absent(format!("{}: {why}", path.display())),
+            }
+        }
+    };
+    if let NetState::Absent(why) = &state {
+        tracing::info!("no network between servers: {why}; install a net plugin if ranks run on more than one server");
+    }
+    *lock(&tenant.net) = state;
+}
+
+impl NetLibrary {
+    /// Binds the v6 table by its exact name. The error is the original's text.
+    fn bind(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
+        let mut bound = lock(&self.bound);
+        if bound.is_some() {
+            return Ok(());
+        }
+        let Some(table) = self.library.exported(V6) else {
+            let offers: Vec<String> = self.library.exports().into_iter().map(|e| e.0).collect();
+            return Err(format!(
+                "Failed to find ncclNetPlugin_v6 symbol. Plugin {} offers {}; this host binds v6 and nothing else",
+                self.library.name,
+                if offers.is_empty() { "nothing".into() } else { offers.join(", ") }
+            ));
+        };
+        let abort = AbortToken::new().map_err(|e| format!("the net plugin's abort event could not be made: {e}"))?;
+        let instance = Instance::new(&self.library, HostState::new(tenant.clone(), None, abort, None))?;
+        *bound = Some(Bound { instance, table });
+        Ok(())
+    }
+
+    fn call<P, R>(&self, entry: &'static str, name: &str, params: P) -> Result<R, String>
+    where
+        P: ComponentNamedList + Lower,
+        R: Lift + ComponentType + 'static,
+        (R,): ComponentNamedList + Lift,
+    {
+        let Bound { instance, table } = lock(&self.bound).clone().ok_or("the net plugin is not bound; call bind first")?;
+        let index = self
+            .library
+            .function(&table, name)
+            .ok_or_else(|| format!("net plugin {} has no entry `{name}` in ncclNetPlugin_v6", self.library.name))?;
+        instance.typed::<P, R>(&index).map_err(|e| format!("entry `{name}` of net plugin {} has another type: {e}", self.library.name))?;
+        instance.call::<P, R>(entry, &index, params).map(|r| r.0).map_err(|e| e.to_string())
+    }
+}
+
+/// `nrt_get_libnccl_net`: the handle of the opened component, or error number and text.
+pub(crate) fn handle(state: &mut HostState) -> Result<Resource<NetLibraryObject>, (i32, String)> {
+    let open = match &*lock(&state.tenant.net) {
+        NetState::Open(l) => Ok(l.clone()),
+        NetState::Absent(why) => Err((2, why.clone())),
+        NetState::Unopened => Err((2, "the runtime has not come to its net plugin yet".into())),
+    };
+    state.add(NetLibraryObject(open?)).map_err(|s| (Status::from(&s).0 as i32, "no handle could be made".into()))
+}
+
+impl HostState {
+    fn opened(&mut self) -> Result<Arc<NetLibrary>, NrtStatus> {
+        let open = match &*lock(&self.tenant.net) {
+            NetState::Open(l) => Some(l.clone()),
+            _ => None,
+        };
+        open.ok_or_else(|| self.fail(Status::UNINITIALIZED, "there is no net plugin"))
+    }
+
+    fn net_call<P, T>(&mut self, entry: &'static str, name: &str, params: P) -> Result<T, NrtStatus>
+    where
+        P: ComponentNamedList + Lower,
+        T: Lift + ComponentType + 'static,
+    {
+        let answer = self.opened()?.call::<P, Result<T, NcclError>>(entry, name, params);
+        match answer {
+            Ok(Ok(t)) => Ok(t),
+            Ok(Err(e)) => Err(self.fail(Status::FAILURE, format!("{entry} of the net plugin answered {e:?}"))),
+            Err(why) => Err(self.fail(Status::FAILURE, why)),
+        }
+    }
+}
+
+impl net::Host for HostState {
+    fn bind(&mut self, library: Resource<NetLibraryObject>) -> wasmtime::Result<Result<(), NrtStatus>> {
+        let library = self.table.get(&library)?.0.clone();
+        let tenant = self.tenant.clone();
+        Ok(library.bind(&tenant).map_err(|why| {
+            tracing::info!("{why}");
+            self.fail(Status::FAILURE, why)
+        }))
+    }
+
+    fn name(&mut self) -> wasmtime::Result<Result<String, NrtStatus>> {
+        let open = match self.opened() {
+            Ok(o) => o,
+            Err(s) => return Ok(Err(s)),
+        };
+        Ok(open.call::<(), String>("ncclNet.name", "name", ()).map_err(|why| self.fail(Status::FAILURE, why)))
+    }
+
+    fn init(&mut self) -> wasmtime::Result<Result<(), NrtStatus>> {
+        Ok(self.net_call("ncclNet.init", "init", ()))
+    }
+
+    fn devices(&mut self) -> wasmtime::Result<Result<i32, NrtStatus>> {
+        Ok(self.net_call("ncclNet.devices", "devices", ()))
+    }
+
+    fn get_properties(&mut self, dev: i32) -> wasmtime::Result<Result<net::Properties, NrtStatus>> {
+        let answer = self.net_call::<_, Properties>("ncclNet.getProperties", "get-properties", (dev,));
+        Ok(answer.map(|p| net::Properties {
+            name: p.name,
+            pci_path: p.pci_path,
+            guid: p.guid,
+            ptr_support: p.ptr_support,
+            speed: p.speed,
+            port: p.port,
+            max_comms: p.max_comms,
+            max_recvs: p.max_recvs,
+        }))
+    }
+
+    fn fini(&mut self) -> wasmtime::Result<Result<(), NrtStatus>> {
+        let answer = self.net_call("ncclNet.fini", "fini", ());
+        if let Ok(open) = self.opened() {
+            *lock(&open.bound) = None;
+        }
+        Ok(answer)
+    }
+}

@@ -1,0 +1,545 @@
+//! A communicator: one rank's membership, its control plane (an instance of the library) and its data plane.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Duration;
+
+use hw_bridge::dtype::{DataType, ReduceOp};
+use hw_bridge::peers::{NO_RANK, Op};
+use hw_bridge::sequencer::{Counters, LocalMem, OpError, Sealed};
+use wasmtime::component::Resource;
+
+use super::runtime::Runtime;
+use super::tensor::{Io, Shape, Tensor, resolve};
+use crate::abort::AbortToken;
+use crate::bindings::exports::neuron::nccom::collectives::{
+    CommInfo, EncPattern, HistogramConfig, NetConnectivity, NeuronDeviceInfo,
+};
+use crate::bindings::neuron::nrt::types::NecPodType;
+use crate::enc::{self, Algorithm, Call};
+use crate::error::Error;
+use crate::hw::objects::{CommCore, CommunicatorObject};
+use crate::limits::{ID_BYTES, MAX_SCHEDULES};
+use crate::plugin::Instance;
+use crate::tenant::lock;
+
+/// How the ranks of a group find one another.
+#[derive(Debug, Clone)]
+pub enum Rendezvous {
+    /// An id from [`Runtime::unique_id`], handed out by the user.
+    Id([u8; ID_BYTES]),
+    /// `host:port` of the root, which rank 0 starts: a global communicator.
+    Root(String),
+}
+
+/// How to join.
+#[derive(Debug, Clone)]
+pub struct CommOptions {
+    /// Where the group meets.
+    pub rendezvous: Rendezvous,
+    /// This rank.
+    pub rank: usize,
+    /// Ranks of the group.
+    pub nranks: usize,
+    /// The switch that ends the init and everything after it; made if absent.
+    pub abort: Option<AbortToken>,
+    /// Deadline of an operation, if not the runtime's.
+    pub timeout: Option<Duration>,
+}
+
+impl CommOptions {
+    /// Joins by id.
+    pub fn with_id(id: [u8; ID_BYTES], rank: usize, nranks: usize) -> CommOptions {
+        CommOptions { rendezvous: Rendezvous::Id(id), rank, nranks, abort: None, timeout: None }
+    }
+
+    /// Joins the global group of a root.
+    pub fn with_root(root: impl Into<String>, rank: usize, nranks: usize) -> CommOptions {
+        CommOptions { rendezvous: Rendezvous::Root(root.into()), rank, nranks, abort: None, timeout: None }
+    }
+}
+
+/// Whom send_recv sends to and receives from; `None` for nobody.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peers {
+    /// Receives this rank's input.
+    pub dst: Option<usize>,
+    /// Sends this rank's output.
+    pub src: Option<usize>,
+}
+
+/// The instance that serves this rank's control plane, and its handle of the communicator.
+#[derive(Debug, Clone)]
+struct Control {
+    instance: Arc<Instance>,
+    handle: u32,
+}
+
+#[derive(Debug, Default)]
+struct Schedules {
+    last: Option<(Call, Algorithm, Arc<Sealed>)>,
+    all: HashMap<(Call, Algorithm), Arc<Sealed>>,
+    expanded: bool,
+}
+
+/// One rank's communicator. Collectives are called by all ranks in the same order; one at a time.
+#[derive(Debug)]
+pub struct Communicator {
+    runtime: Runtime,
+    core: Arc<CommCore>,
+    control: RwLock<Control>,
+    info: CommInfo,
+    rings: Vec<Vec<usize>>,
+    logical_core: i32,
+    timeout: Duration,
+    schedules: Mutex<Schedules>,
+}
+
+fn bad(what: String) -> Error {
+    Error::Usage(what)
+}
+
+impl Communicator {
+    pub(super) fn init(runtime: &Runtime, o: CommOptions) -> Result<Communicator, Error> {
+        let (rank, n) = (o.rank, o.nranks);
+        let (Ok(rank32), Ok(n32)) = (i32::try_from(rank), i32::try_from(n)) else {
+            return Err(bad(format!("rank {rank} of {n} is too large")));
+        };
+        let inner = &runtime.0;
+        let loaded = inner.forward.guarded("neuronInitComm")?;
+        let abort = match o.abort {
+            Some(a) => a,
+            None => AbortToken::new().map_err(|source| Error::System {
+                what: "making the abort event of a communicator (check ulimit -n)".into(),
+                source,
+            })?,
+        };
+        // The library answers for a rank outside the world; the device only needs a place that exists.
+        let dev = device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?;
+        let logical_core = dev.nec_dev_id;
+        let instance = loaded.instantiate(&inner.tenant, &abort, Some(logical_core))?;
+        let forward = &inner.forward;
+        let made = match &o.rendezvous {
+            Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,
+            Rendezvous::Root(root) => {
+                forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?
+            }
+        };
+        let handle = made.rep();
+        let core = instance
+            .peek(|s| s.comm(&made))
+            .map_err(|e| Error::Bug(format!("the communicator that init answered is not in its table: {e}")))?;
+        if core.rank != rank || core.nranks != n {
+            let (r, m) = (core.rank, core.nranks);
+            return Err(bad(format!("the plugin made rank {r} of {m}, rank {rank} of {n} was asked for")));
+        }
+        let comm = |handle| Resource::<CommunicatorObject>::new_borrow(handle);
+        forward.build_graph_comm(Some(&instance), comm(handle))?;
+        let info = forward.get_comm_info(Some(&instance), comm(handle), true)?;
+        let rings = check_rings(&info, rank, n)?;
+        Ok(Communicator {
+            runtime: runtime.clone(),
+            core,
+            control: RwLock::new(Control { instance, handle }),
+            info,
+            rings,
+            logical_core,
+            timeout: o.timeout.unwrap_or(inner.config.timeout),
+            schedules: Mutex::default(),
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.core.rank
+    }
+
+    /// Ranks of the group.
+    pub fn nranks(&self) -> usize {
+        self.core.nranks
+    }
+
+    /// What the library planned: rings, peers, nodes.
+    pub fn info(&self) -> &CommInfo {
+        &self.info
+    }
+
+    /// The rings in use, each in ring order from rank 0.
+    pub fn rings(&self) -> &[Vec<usize>] {
+        &self.rings
+    }
+
+    /// The runtime it belongs to.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// The logical core it runs on.
+    pub fn logical_core(&self) -> i32 {
+        self.logical_core
+    }
+
+    /// The switch that ends it from any thread.
+    pub fn abort_token(&self) -> &AbortToken {
+        &self.core.abort
+    }
+
+    /// Counters of the data plane.
+    pub fn counters(&self) -> Counters {
+        lock(&self.core.endpoint).counters()
+    }
+
+    /// What stopped the control plane, if anything did. The data plane goes on without it.
+    pub fn control_stopped(&self) -> Option<String> {
+        self.read_control().instance.stopped()
+    }
+
+    /// The host object.
+    pub fn core(&self) -> &Arc<CommCore> {
+        &self.core
+    }
+
+    pub(crate) fn control(&self) -> (Arc<Instance>, u32) {
+        let c = self.read_control();
+        (c.instance, c.handle)
+    }
+
+    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
+        *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control { instance, handle };
+    }
+
+    fn read_control(&self) -> Control {
+        self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
+    }
+
+    fn entry<T>(
+        &self,
+        f: impl FnOnce(&crate::forward::Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let c = self.read_control();
+        f(&self.runtime.0.forward, &c.instance, Resource::new_borrow(c.handle))
+    }
+
+    /// Asks the library again what it planned (slot 5).
+    ///
+    /// # Errors
+    /// [`Error::Entry`], [`Error::Stopped`].
+    pub fn query_info(&self) -> Result<CommInfo, Error> {
+        self.entry(|f, i, c| f.get_comm_info(Some(i), c, true))
+    }
+
+    /// Device of a rank, from the peer records (slot 18).
+    ///
+    /// # Errors
+    /// [`Error::Entry`] for a rank outside the group, [`Error::Stopped`].
+    pub fn peer_device_id(&self, peer: i32) -> Result<i32, Error> {
+        self.entry(|f, i, c| f.get_peer_device_id(Some(i), c, peer))
+    }
+
+    /// Sends a control message over the bootstrap (slot 11), at most 60,000 bytes.
+    ///
+    /// # Errors
+    /// [`Error::Entry`], [`Error::Stopped`].
+    pub fn bootstrap_send(&self, peer: i32, data: &[u8]) -> Result<(), Error> {
+        self.entry(|f, i, c| f.bootstrap_send(Some(i), c, peer, data, "runtime"))
+    }
+
+    /// Receives a control message of exactly `bytes` (slot 12).
+    ///
+    /// # Errors
+    /// [`Error::Entry`], [`Error::Stopped`].
+    pub fn bootstrap_recv(&self, peer: i32, bytes: u64) -> Result<Vec<u8>, Error> {
+        self.entry(|f, i, c| f.bootstrap_recv(Some(i), c, peer, bytes, "runtime"))
+    }
+
+    /// Gathers one block of every rank over the bootstrap (slot 13).
+    ///
+    /// # Errors
+    /// [`Error::Entry`], [`Error::Stopped`].
+    pub fn bootstrap_all_gather(&self, block: &[u8]) -> Result<Vec<u8>, Error> {
+        self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, block, "runtime"))
+    }
+
+    /// Binds the calling thread near the communicator's device, or to `mask` (slot 19); answers the mask before.
+    ///
+    /// # Errors
+    /// [`Error::Entry`], [`Error::Stopped`].
+    pub fn set_affinity(&self, mask: Option<&[u64]>, core: i32) -> Result<Vec<u64>, Error> {
+        self.entry(|f, i, c| f.set_affinity(Some(i), c, mask, core))
+    }
+
+    /// Whether a ring edge has a connector (slot 20).
+    ///
+    /// # Errors
+    /// [`Error::Entry`] if there is none, [`Error::Stopped`].
+    pub fn ring_connector(&self, channel: i32, is_send: bool) -> Result<(), Error> {
+        self.entry(|f, i, c| f.get_net_connector(Some(i), c, EncPattern::Ring, channel, is_send)).map(|_| ())
+    }
+
+    /// One tick of the proxy through the component (slot 10): (idle, done), ANDed with what is passed.
+    ///
+    /// # Errors
+    /// [`Error::Entry`] with status 1206, [`Error::Stopped`].
+    pub fn proxy_progress_through_component(&self, stream: u32, block: u32, idle: bool, done: bool) -> Result<(bool, bool), Error> {
+        self.entry(|f, i, c| f.network_proxy_progress(Some(i), c, stream, block, idle, done))
+    }
+
+    /// Connects every pair of ranks (slot 7); called once, by all ranks, before the first schedule that needs it.
+    ///
+    /// # Errors
+    /// [`Error::Entry`], [`Error::Stopped`].
+    pub fn expand_connectivity(&self) -> Result<(), Error> {
+        self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))
+    }
+
+    /// Allocates `bytes` of this core's device memory, zeroed.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn tensor(&self, bytes: u64) -> Result<Tensor, Error> {
+        let hbm = lock(&self.core.endpoint).hbm().clone();
+        Ok(Tensor(hbm.alloc(bytes)?))
+    }
+
+    /// Every rank gets the reduction of all inputs. `count` elements each.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
+    /// broken), [`Error::Stopped`] if connections must be made and the control plane is gone. All collectives alike.
+    pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
+        self.collective(io, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
+    }
+
+    /// Every rank gets all inputs, in rank order. `count` elements of each rank.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn all_gather(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
+        self.collective(io, call(Op::AllGather, dtype, count))
+    }
+
+    /// Rank r gets block r of the reduction. `count` elements of output; the input has that times the ranks.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn reduce_scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
+        self.collective(io, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
+    }
+
+    /// Every rank gets the root's input. `count` elements.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn broadcast(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
+        self.collective(io, Call { root, ..call(Op::Broadcast, dtype, count) })
+    }
+
+    /// The root gets the reduction of all inputs. `count` elements.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp, root: usize) -> Result<(), Error> {
+        self.collective(io, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
+    }
+
+    /// Rank r gets block r of every rank, in rank order. `count` elements a block.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn all_to_all(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
+        self.collective(io, call(Op::AllToAll, dtype, count))
+    }
+
+    /// Sends the input to one rank and receives the output from one. All ranks call it, whether or not they send or
+    /// receive; `count` elements either way.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn send_recv(&mut self, io: Io<'_>, count: u64, dtype: DataType, peers: Peers) -> Result<(), Error> {
+        self.collective(io, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
+    }
+
+    /// Nobody leaves before all have come.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn barrier(&mut self) -> Result<(), Error> {
+        self.collective(Io::Host { src: &[], dst: &mut [] }, call(Op::Barrier, DataType::Uint8, 0))
+    }
+
+    fn collective(&mut self, io: Io<'_>, mut call: Call) -> Result<(), Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        self.check_call(&call)?;
+        let too_large = || bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype));
+        let block = call.bytes().ok_or_else(too_large)?;
+        let all = block.checked_mul(n as u64).ok_or_else(too_large)?;
+        let only = |yes: bool| if yes { block } else { 0 };
+        let (in_bytes, out_bytes) = match call.op {
+            Op::AllReduce => (block, block),
+            Op::AllGather => (block, all),
+            Op::ReduceScatter => (all, block),
+            Op::AllToAll => (all, all),
+            Op::Broadcast => (only(rank == call.root), block),
+            Op::Reduce => (block, only(rank == call.root)),
+            Op::SendRecv => (only(call.dst.is_some()), only(call.src.is_some())),
+            Op::Barrier => (0, 0),
+        };
+        call.private = !io.is_device() && call.op != Op::Barrier;
+        let (input, output, in_place) = resolve(io, Shape { op: call.op, rank, in_bytes, out_bytes, block })?;
+        call.in_place = in_place;
+        self.run(&call, input, output)
+    }
+
+    fn check_call(&self, call: &Call) -> Result<(), Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        let name = call.op.name();
+        if call.root >= n {
+            return Err(bad(format!("{name}: root {} is not one of the {n} ranks", call.root)));
+        }
+        for p in [call.dst, call.src].into_iter().flatten() {
+            if p >= n {
+                return Err(bad(format!("{name}: peer {p} is not one of the {n} ranks")));
+            }
+        }
+        if (call.dst == Some(rank)) != (call.src == Some(rank)) {
+            return Err(bad(format!("{name}: rank {rank} sends to itself but receives from another, or the other way round")));
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, call: &Call, input: LocalMem<'_>, output: LocalMem<'_>) -> Result<(), Error> {
+        let n = self.core.nranks;
+        let config = &self.runtime.0.config;
+        let algorithm = enc::choose(call, n, config.algorithm, config.one_hop_max);
+        let schedule = self.schedule(call, algorithm)?;
+        let aux = call.dst.map_or(NO_RANK, |d| d as u64);
+        lock(&self.core.endpoint).run(&schedule, input, output, aux, self.timeout)?;
+        Ok(())
+    }
+
+    /// The schedule of a call: compiled once, then cached. The first one that needs more than ring neighbours makes the
+    /// library connect the rest, once (INV-81).
+    fn schedule(&self, call: &Call, algorithm: Algorithm) -> Result<Arc<Sealed>, Error> {
+        let mut cache = lock(&self.schedules);
+        if let Some((c, a, s)) = &cache.last
+            && c == call
+            && *a == algorithm
+        {
+            return Ok(s.clone());
+        }
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        let found = cache.all.get(&(*call, algorithm)).cloned();
+        let schedule = match found {
+            Some(s) => s,
+            None => {
+                if call.private && call.bytes().is_some_and(|b| b > enc::MAX_PRIVATE_BYTES) {
+                    let most = enc::MAX_PRIVATE_BYTES;
+                    return Err(bad(format!("{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors", call.op.name())));
+                }
+                // All ranks decide alike, because the exchange needs all of them: by the algorithm and the size.
+                if algorithm != Algorithm::Ring && n > 3 && !cache.expanded {
+                    self.expand_connectivity()?;
+                    cache.expanded = true;
+                }
+                let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
+                let endpoint = lock(&self.core.endpoint);
+                if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
+                    return Err(OpError::NotLinked { rank, peer }.into());
+                }
+                drop(endpoint);
+                if cache.all.len() >= MAX_SCHEDULES {
+                    cache.all.clear();
+                }
+                let s = Arc::new(s);
+                cache.all.insert((*call, algorithm), s.clone());
+                s
+            }
+        };
+        cache.last = Some((*call, algorithm, schedule.clone()));
+        Ok(schedule)
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // The library gets its free call; a stopped one is simply gone. Either way the host's side is released.
+        if self.control_stopped().is_none()
+            && let Err(e) = self.entry(|f, i, c| f.free_comm(Some(i), c))
+        {
+            tracing::debug!("freeing communicator {}: {e}", self.core.id);
+        }
+        lock(&self.core.endpoint).close();
+    }
+}
+
+fn call(op: Op, dtype: DataType, count: u64) -> Call {
+    Call { op, dtype, redop: ReduceOp::Sum, count, root: 0, dst: None, src: None, private: false, in_place: false }
+}
+
+/// Where a rank runs, as the library is told (enc_neuron_device_info_t).
+fn device_info(runtime: &Runtime, rank: usize, n: usize) -> Result<NeuronDeviceInfo, Error> {
+    let config = runtime.config();
+    let device = &runtime.tenant().device;
+    let size = config.virtual_server_size as usize;
+    if size > 0 && n % size != 0 {
+        return Err(Error::Config(format!(
+            "NEURON_RT_DBG_VIRTUAL_SERVER_SIZE={size} does not divide the world size {n}"
+        )));
+    }
+    let cores = device.total_vnc_count() as usize;
+    // Whole servers hold consecutive blocks of ranks.
+    let per_server = if size > 0 { size } else { cores.min(n).max(1) };
+    let (server, local) = (rank / per_server, rank % per_server);
+    let here = per_server.min(n - server * per_server);
+    let place = device.place(local as u32, here as u32).map_err(|e| Error::Config(e.to_string()))?;
+    let pod = device.pod();
+    Ok(NeuronDeviceInfo {
+        nec_dev_id: place.logical_core as i32,
+        mla_idx: place.mla_idx,
+        tpb_idx: place.core as i32,
+        host_device_id: place.host_device_id,
+        routing_id: place.rid,
+        pod_id: pod.pod_id,
+        pod_type: match pod.pod_type {
+            hw_bridge::device::PodType::None => NecPodType::None,
+            hw_bridge::device::PodType::P2p => NecPodType::P2p,
+            hw_bridge::device::PodType::Switch => NecPodType::Switch,
+            _ => NecPodType::Invalid,
+        },
+        pod_node_id: pod.node_id,
+        virtual_server_id: if size > 0 { server as u32 } else { 0 },
+        histogram: HistogramConfig {
+            enable: false,
+            bucket_usecs: 0,
+            num_buckets: 0,
+            per_neff_warmup: 0,
+            warmup: 0,
+            output_path: String::new(),
+        },
+    })
+}
+
+/// Takes the planned rings over: each must hold every rank once, and fit its own neighbours. A plugin's plan is an
+/// allegation; a wrong one is refused here and not found later as a hang. Rotated to begin with rank 0, so that all
+/// ranks count positions alike.
+fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>, Error> {
+    let wrong = |i: usize, what: String| bad(format!("the plugin planned ring {i} of rank {rank} wrongly: {what}"));
+    let mut rings = Vec::new();
+    for (i, ring) in info.rings.iter().enumerate() {
+        let order: Vec<usize> = ring.user_ranks.iter().filter_map(|r| usize::try_from(*r).ok()).collect();
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        if sorted != (0..n).collect::<Vec<_>>() {
+            return Err(wrong(i, format!("{:?} is not every rank of {n} once", ring.user_ranks)));
+        }
+        if order[0] != rank {
+            return Err(wrong(i, format!("{:?} does not begin with this rank", ring.user_ranks)));
+        }
+        if ring.next != order[1 % n] as i32 || ring.prev != order[n - 1] as i32 {
+            return Err(wrong(i, format!("neighbours {} and {} do not fit {:?}", ring.prev, ring.next, ring.user_ranks)));
+        }
+        let zero = order.iter().position(|r| *r == 0).unwrap_or(0);
+        rings.push(order[zero..].iter().chain(&order[..zero]).copied().collect());
+    }
+    Ok(rings)
+}

@@ -1,0 +1,241 @@
+//! One tenant runtime: the modelled machine, the one load of the collectives library, the soft net step.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hw_bridge::device::{DeviceConfig, DeviceModel};
+
+use super::communicator::{CommOptions, Communicator};
+use crate::enc::Algorithm;
+use crate::error::Error;
+use crate::forward::{Forward, LoadError};
+use crate::hw;
+use crate::limits::{ID_BYTES, Limits};
+use crate::net;
+use crate::tenant::Tenant;
+
+/// How to open a runtime.
+#[derive(Debug, Clone)]
+pub struct RuntimeConfig {
+    /// The collectives plugin; `None` opens a runtime without collectives (INV-18).
+    pub plugin: Option<PathBuf>,
+    /// The net plugin; `None` means no network between servers (INV-17).
+    pub net_plugin: Option<PathBuf>,
+    /// The modelled server.
+    pub device: DeviceConfig,
+    /// Variables granted to plugins, by name.
+    pub vars: BTreeMap<String, String>,
+    /// Tenant name, for messages.
+    pub tenant: String,
+    /// Tenant number; memory is never linked between different ones.
+    pub tenant_id: u64,
+    /// What plugins may use.
+    pub limits: Limits,
+    /// Device memory of a core, bytes of address space.
+    pub hbm_bytes: u64,
+    /// Deadline of an operation: how long a rank waits for its peers.
+    pub timeout: Duration,
+    /// Ranks of one virtual server; 0 for whole servers. Must divide the world size.
+    pub virtual_server_size: u32,
+    /// Algorithm to use wherever it serves.
+    pub algorithm: Option<Algorithm>,
+    /// Largest contribution of a rank, in bytes, that goes in one hop.
+    pub one_hop_max: u64,
+    /// Callbacks this host does not serve; for conformance tests of INV-08.
+    pub without_callbacks: Vec<String>,
+}
+
+impl Default for RuntimeConfig {
+    fn default() -> Self {
+        RuntimeConfig {
+            plugin: default_plugin(),
+            net_plugin: None,
+            device: DeviceConfig::default(),
+            vars: BTreeMap::new(),
+            tenant: "default".into(),
+            tenant_id: 0,
+            limits: Limits::default(),
+            hbm_bytes: 12 << 30,
+            timeout: Duration::from_secs(120),
+            virtual_server_size: 0,
+            algorithm: None,
+            one_hop_max: 8 * 1024,
+            without_callbacks: Vec::new(),
+        }
+    }
+}
+
+/// The plugin that `cargo xtask guests` builds, beside this program's target directory.
+fn default_plugin() -> Option<PathBuf> {
+    let exe = std::env::current_exe().ok()?;
+    let mut dir = exe.parent();
+    for _ in 0..4 {
+        let here = dir?.join("plugins").join("nccom.wasm");
+        if here.is_file() {
+            return Some(here);
+        }
+        dir = dir?.parent();
+    }
+    None
+}
+
+impl RuntimeConfig {
+    /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
+    /// `WCCL_ALGO`, the device variables, and the variables granted to plugins (docs/environment.md).
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the variable and what was expected.
+    pub fn from_env() -> Result<RuntimeConfig, Error> {
+        Self::from_vars(|name| std::env::var(name).ok())
+    }
+
+    /// The same from any look-up.
+    ///
+    /// # Errors
+    /// As [`RuntimeConfig::from_env`].
+    pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Result<RuntimeConfig, Error> {
+        let var = |name: &str| var(name).filter(|v| !v.trim().is_empty());
+        let number = |name: &str| {
+            var(name).map_or(Ok(None), |v| {
+                let parsed = v.trim().parse::<u64>();
+                parsed.map(Some).map_err(|_| Error::Config(format!("{name}={v}: a whole number was expected")))
+            })
+        };
+        let mut c = RuntimeConfig {
+            device: DeviceConfig::from_vars(var).map_err(|e| Error::Config(e.to_string()))?,
+            ..RuntimeConfig::default()
+        };
+        if let Some(p) = var("WCCL_PLUGIN") {
+            c.plugin = Some(p.into());
+        }
+        c.net_plugin = var("WCCL_NET_PLUGIN").map(Into::into);
+        if let Some(ms) = number("WCCL_TIMEOUT_MS")? {
+            c.timeout = Duration::from_millis(ms);
+        }
+        if let Some(name) = var("WCCL_ALGO") {
+            c.algorithm = Some(name.parse().map_err(|e| Error::Config(format!("WCCL_ALGO: {e}")))?);
+        }
+        if let Some(bytes) = number("WCCL_ONE_HOP_MAX")? {
+            c.one_hop_max = bytes;
+        }
+        if let Some(bytes) = number("WCCL_HBM_BYTES")? {
+            c.hbm_bytes = bytes;
+        }
+        if let Some(ranks) = number("NEURON_RT_DBG_VIRTUAL_SERVER_SIZE")? {
+            c.virtual_server_size = ranks as u32;
+        }
+        for name in hw::GRANTED {
+            if let Some(v) = var(name) {
+                c.vars.insert((*name).into(), v);
+            }
+        }
+        Ok(c)
+    }
+}
+
+/// An open runtime. Cloning gives another handle of the same one.
+#[derive(Debug, Clone)]
+pub struct Runtime(pub(crate) Arc<Inner>);
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pub tenant: Arc<Tenant>,
+    pub forward: Forward,
+    pub config: RuntimeConfig,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.tenant.end_tasks();
+    }
+}
+
+impl Runtime {
+    /// Builds the device model, then makes the one attempt to load the collectives library, then the soft step for the net
+    /// component. A failed load does not fail this: [`Runtime::load_error`] tells, and collectives answer NRT_FAILURE
+    /// (INV-06, INV-18).
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a device that cannot be, [`Error::System`] for a process that is out of resources.
+    pub fn open(config: RuntimeConfig) -> Result<Runtime, Error> {
+        let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
+        let tenant = Tenant::new(
+            config.tenant.clone(),
+            config.tenant_id,
+            config.limits,
+            device,
+            config.vars.clone(),
+            config.hbm_bytes,
+        )?;
+        let forward = Forward::default();
+        match &config.plugin {
+            Some(path) => {
+                if let Err(e) = forward.load_once(&tenant, path, &config.without_callbacks) {
+                    tracing::warn!("{}", e.sentinel);
+                }
+            }
+            None => forward.none_configured(),
+        }
+        net::open(&tenant, config.net_plugin.as_deref());
+        Ok(Runtime(Arc::new(Inner { tenant, forward, config })))
+    }
+
+    /// Why the collectives library did not load, if it did not.
+    pub fn load_error(&self) -> Option<LoadError> {
+        let sentinel = self.0.forward.sentinel()?;
+        Some(LoadError { status: crate::status::Status::FAILURE, sentinel })
+    }
+
+    /// The tenant: limits, counters, device model.
+    pub fn tenant(&self) -> &Arc<Tenant> {
+        &self.0.tenant
+    }
+
+    /// The slot table.
+    pub fn forward(&self) -> &Forward {
+        &self.0.forward
+    }
+
+    /// How it was opened.
+    pub fn config(&self) -> &RuntimeConfig {
+        &self.0.config
+    }
+
+    /// Starts a root for a group of `nranks` and answers the id to hand to its ranks.
+    ///
+    /// # Errors
+    /// [`Error::NotLoaded`], [`Error::Entry`], [`Error::Stopped`].
+    pub fn unique_id(&self, nranks: usize) -> Result<[u8; ID_BYTES], Error> {
+        let n = i32::try_from(nranks).map_err(|_| Error::Usage(format!("a group of {nranks} ranks is too large")))?;
+        let id = self.0.forward.get_unique_id(None, n, "unique id")?;
+        let len = id.len();
+        id.try_into().map_err(|_| {
+            Error::Usage(format!("the plugin answered an id of {len} bytes, {ID_BYTES} are required (INV-20)"))
+        })
+    }
+
+    /// Joins a group as one rank: bootstrap, topology, rings, links.
+    ///
+    /// # Errors
+    /// As [`Runtime::unique_id`], and [`Error::Usage`] for a rank or size that cannot be.
+    pub fn init_comm(&self, options: CommOptions) -> Result<Communicator, Error> {
+        Communicator::init(self, options)
+    }
+
+    /// Replaces the library of a running tenant: loads `path` by another door (the sentinel is not touched), moves every
+    /// given communicator's control plane to it, then exchanges the table. Data in flight is not touched. Answers the new
+    /// generation. Any failure before the exchange leaves the old library running.
+    ///
+    /// # Errors
+    /// [`Error::Plugin`] if the new library does not load.
+    pub fn replace_library(&self, path: &Path, communicators: &[&Communicator]) -> Result<u64, Error> {
+        crate::swap::replace(self, path, communicators)
+    }
+
+    /// Crossings between host and components so far.
+    pub fn component_calls(&self) -> u64 {
+        self.0.tenant.counters.component_calls()
+    }
+}

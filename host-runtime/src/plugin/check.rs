@@ -1,0 +1,173 @@
+//! Our own link diagnostics: before the engine links anything, every import is compared with what this host serves, and
+//! a mismatch is one sentence that names plugin, interface, version wanted, versions served, and what to do.
+//!
+//! Version rule (stricter than the engine's, as ELF is): same major, wanted minor at most the served one; an import
+//! without a version satisfies nothing that is served with one (INV-02).
+
+use wasmtime::Engine;
+use wasmtime::component::Component;
+use wasmtime::component::types::ComponentItem;
+
+/// An interface this host serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServedInterface {
+    /// `package/interface`, without the version.
+    pub name: &'static str,
+    /// The served version.
+    pub version: (u64, u64, u64),
+    /// Whether only types come from it.
+    pub types_only: bool,
+}
+
+const fn served(name: &'static str, version: (u64, u64, u64), types_only: bool) -> ServedInterface {
+    ServedInterface { name, version, types_only }
+}
+
+const NRT: (u64, u64, u64) = (2, 0, 0);
+const HW: (u64, u64, u64) = (1, 0, 0);
+
+/// What a transport may import.
+pub const TRANSPORT: &[ServedInterface] = &[
+    served("neuron:nrt/types", NRT, true),
+    served("neuron:nrt/nec", NRT, false),
+    served("neuron:nrt/nrt", NRT, false),
+    served("neuron:hw/objects", HW, false),
+    served("neuron:hw/links", HW, false),
+    served("neuron:hw/sockets", HW, false),
+    served("neuron:hw/rendezvous", HW, false),
+    served("neuron:hw/tasks", HW, false),
+    served("neuron:hw/net", HW, false),
+    served("neuron:hw/proxy", HW, false),
+    served("neuron:hw/identity", HW, false),
+    served("neuron:hw/pci", HW, false),
+    served("neuron:hw/affinity", HW, false),
+    served("neuron:hw/config", HW, false),
+    served("neuron:hw/files", HW, false),
+    served("neuron:hw/clock", HW, false),
+    served("neuron:hw/random", HW, false),
+    served("neuron:hw/log", HW, false),
+];
+
+/// What a net plug-in may import. `fabric` comes with the work across servers.
+pub const NET: &[ServedInterface] = &[
+    served("neuron:nrt/types", NRT, true),
+    served("neuron:hw/objects", HW, false),
+    served("neuron:hw/pci", HW, false),
+    served("neuron:hw/config", HW, false),
+    served("neuron:hw/clock", HW, false),
+    served("neuron:hw/log", HW, false),
+];
+
+/// The 20 callbacks by interface, in the original's order (INV-08).
+pub const CALLBACKS: [(&str, &str); 20] = [
+    ("neuron:nrt/nec", "nec-inc-semaphore"),
+    ("neuron:nrt/nec", "nec-get-device-count"),
+    ("neuron:nrt/nec", "nec-get-device-pci-bdf"),
+    ("neuron:nrt/nec", "nec-get-virtual-core-size"),
+    ("neuron:nrt/nec", "nec-build-port-and-rid-map"),
+    ("neuron:nrt/nec", "nec-is-mla-available"),
+    ("neuron:nrt/nec", "nec-mla-idx-to-rid"),
+    ("neuron:nrt/nec", "nec-rid-to-mla-idx"),
+    ("neuron:nrt/nec", "nec-get-peer-mla-idx"),
+    ("neuron:nrt/nec", "nec-get-p2p-pod-peer-node"),
+    ("neuron:nrt/nec", "nec-pod-node-can-access-peer-node"),
+    ("neuron:nrt/nec", "nec-ndl-printk"),
+    ("neuron:nrt/nec", "nec-get-dynamic-send-size-bytes"),
+    ("neuron:nrt/nec", "nec-get-dynamic-send-offset-bytes"),
+    ("neuron:nrt/nec", "nec-get-dynamic-recv-offset-bytes"),
+    ("neuron:nrt/nec", "nec-set-recv-size-bytes"),
+    ("neuron:nrt/nrt", "nrt-get-total-vnc-count"),
+    ("neuron:nrt/nrt", "nrt-get-instance-info"),
+    ("neuron:nrt/nrt", "nrt-get-version"),
+    ("neuron:nrt/nrt", "nrt-get-libnccl-net"),
+];
+
+/// Splits `a:b/c@1.2.3` into name and version.
+pub fn split_version(import: &str) -> (&str, Option<(u64, u64, u64)>, Option<&str>) {
+    let Some((name, version)) = import.split_once('@') else { return (import, None, None) };
+    let mut numbers = version.split('.').map(|n| n.parse::<u64>());
+    let parsed = match (numbers.next(), numbers.next(), numbers.next(), numbers.next()) {
+        (Some(Ok(a)), Some(Ok(b)), Some(Ok(c)), None) => Some((a, b, c)),
+        _ => None,
+    };
+    (name, parsed, Some(version))
+}
+
+/// Compares all imports of `component` with `interfaces`, less the callbacks in `without` (tests take single ones away,
+/// INV-08). The error is the sentence.
+pub fn imports(
+    engine: &Engine,
+    component: &Component,
+    interfaces: &[ServedInterface],
+    without: &[String],
+) -> Result<(), String> {
+    for (import, item) in component.component_type().imports(engine) {
+        let (name, version, text) = split_version(import);
+        let Some(found) = interfaces.iter().find(|s| s.name == name) else {
+            return Err(unknown(import, name, interfaces));
+        };
+        let (a, b, c) = found.version;
+        let offers = format!("{name}@{a}.{b}.{c}");
+        match (version, text) {
+            (None, None) => {
+                return Err(format!(
+                    "it imports `{name}` without a version; this host serves {offers}, and a function under another or no \
+                     version does not count (INV-02): build the plugin against wit/ of this release"
+                ));
+            }
+            (Some((major, minor, _)), _) if major == a && minor <= b => {}
+            _ => {
+                return Err(format!(
+                    "it imports `{import}`; this host serves {offers} (same major, minor at most {b}): use a host that \
+                     serves it, or a plugin built for {a}.{b}"
+                ));
+            }
+        }
+        let ComponentItem::ComponentInstance(instance) = item.ty else {
+            return Err(format!("it imports `{import}` as something that is not an interface: rebuild it against wit/"));
+        };
+        for (function, item) in instance.exports(engine) {
+            if !matches!(item.ty, ComponentItem::ComponentFunc(_)) {
+                continue;
+            }
+            let is_callback = CALLBACKS.iter().any(|(i, f)| *i == name && *f == function);
+            let missing = name.starts_with("neuron:nrt/") && !is_callback || without.iter().any(|w| w == function);
+            if missing {
+                return Err(format!(
+                    "it imports `{function}` of {import}, which this host does not serve; the reverse leg is all or \
+                     nothing: one missing callback refuses the plugin before anything of it runs (INV-08)"
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn unknown(import: &str, name: &str, interfaces: &[ServedInterface]) -> String {
+    if name.starts_with("wasi:") {
+        return format!(
+            "it imports `{import}`; WASI is off for transports unless the tenant's policy grants the interface: build the \
+             plugin for wasm32-unknown-unknown"
+        );
+    }
+    let package = name.split('/').next().unwrap_or(name);
+    let same: Vec<&str> = interfaces.iter().map(|s| s.name).filter(|n| n.starts_with(package)).collect();
+    if same.is_empty() {
+        format!("it imports `{import}`, which nobody serves here; a plugin may import neuron:nrt@2.0.0 and neuron:hw@1.0.0 only")
+    } else {
+        format!("it imports `{import}`, which nobody serves here; of that package this host serves {}", same.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_split() {
+        assert_eq!(split_version("a:b/c"), ("a:b/c", None, None));
+        assert_eq!(split_version("a:b/c@1.2.3"), ("a:b/c", Some((1, 2, 3)), Some("1.2.3")));
+        assert_eq!(split_version("a:b/c@1.2.3-rc.1").1, None);
+        assert_eq!(split_version("a:b/c@1.2.3.4").1, None);
+    }
+}

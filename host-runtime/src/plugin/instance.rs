@@ -1,0 +1,190 @@
+//! One library in one store: entered by one call at a time, from any thread, never while it is already on a stack.
+//!
+//! A trap, a passed deadline or a broken limit poisons the store; the instance then answers every call with the sentence
+//! that says what stopped it. Nothing the host needs for data in flight is inside.
+
+use std::cell::RefCell;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Instant;
+
+use wasmtime::Store;
+use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
+
+use super::engine::Ticking;
+use super::{HostState, Library};
+use crate::error::Error;
+use crate::tenant::{Tenant, lock};
+
+thread_local! {
+    /// Instances on this thread's stack, by address of their gate.
+    static ON_STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A library in its own store.
+#[derive(Debug)]
+pub struct Instance {
+    library: Arc<Library>,
+    tenant: Arc<Tenant>,
+    busy: Mutex<bool>,
+    idle: Condvar,
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    store: Store<HostState>,
+    instance: wasmtime::component::Instance,
+    stopped: Option<String>,
+}
+
+impl std::fmt::Debug for Inner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inner").field("stopped", &self.stopped).finish_non_exhaustive()
+    }
+}
+
+/// Why an instance does not serve any more.
+pub type Stop = String;
+
+/// Holds the instance entered; leaves it when dropped.
+struct Entered<'a>(&'a Instance, #[allow(dead_code)] Ticking);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        ON_STACK.with_borrow_mut(|s| s.retain(|i| *i != self.0.key()));
+        *lock(&self.0.busy) = false;
+        self.0.idle.notify_one();
+    }
+}
+
+impl Instance {
+    /// Instantiates `library` in a store with `state`. A start function that traps is the error's sentence.
+    pub(crate) fn new(library: &Arc<Library>, state: HostState) -> Result<Arc<Instance>, String> {
+        let engine = super::engine::engine()?;
+        let tenant = state.tenant.clone();
+        let mut store = state.into_store(engine);
+        store.data_mut().begin_call();
+        let ticking = Ticking::start();
+        let made = library.pre().instantiate(&mut store);
+        drop(ticking);
+        let instance = made.map_err(|e| {
+            let (_, limit) = store.data_mut().take_causes();
+            limit.unwrap_or_else(|| format!("it stopped while it was instantiated: {}", root(&e)))
+        })?;
+        Ok(Arc::new(Instance {
+            library: library.clone(),
+            tenant,
+            busy: Mutex::new(false),
+            idle: Condvar::new(),
+            inner: Mutex::new(Inner { store, instance, stopped: None }),
+        }))
+    }
+
+    /// The library it runs.
+    pub fn library(&self) -> &Arc<Library> {
+        &self.library
+    }
+
+    /// What stopped it, if anything did.
+    pub fn stopped(&self) -> Option<Stop> {
+        lock(&self.inner).stopped.clone()
+    }
+
+    fn key(&self) -> usize {
+        std::ptr::from_ref(self) as usize
+    }
+
+    fn enter(&self, entry: &'static str) -> Result<Entered<'_>, Error> {
+        // The engine does not check re-entry in our configuration; entering a store that is on the stack would also be a
+        // second borrow of it (INV-10).
+        if ON_STACK.with_borrow(|s| s.contains(&self.key())) {
+            return Err(Error::Reentered { entry, plugin: self.library.name.clone() });
+        }
+        let deadline = Instant::now() + self.tenant.limits.entry;
+        let mut busy = lock(&self.busy);
+        while *busy {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let waited = self.tenant.limits.entry;
+                return Err(self.stop_error(entry, format!("another call has kept it busy for {waited:?}"), Vec::new()));
+            }
+            busy = self.idle.wait_timeout(busy, left).unwrap_or_else(|p| p.into_inner()).0;
+        }
+        *busy = true;
+        drop(busy);
+        ON_STACK.with_borrow_mut(|s| s.push(self.key()));
+        Ok(Entered(self, Ticking::start()))
+    }
+
+    fn stop_error(&self, entry: &'static str, cause: String, causes: Vec<String>) -> Error {
+        Error::Stopped { entry, plugin: self.library.name.clone(), tenant: self.tenant.name.clone(), cause, causes }
+    }
+
+    /// Calls the export `index` as `entry`. A trap poisons the instance. Sentences that host functions left are returned
+    /// beside the answer.
+    pub(crate) fn call<P, R>(&self, entry: &'static str, index: &ComponentExportIndex, params: P) -> Result<(R, Vec<String>), Error>
+    where
+        P: ComponentNamedList + Lower,
+        R: Lift + wasmtime::component::ComponentType + 'static,
+        (R,): ComponentNamedList + Lift,
+    {
+        self.with(entry, |store, instance| {
+            let f = instance.get_typed_func::<P, (R,)>(&mut *store, index)?;
+            f.call(store, params).map(|r| r.0)
+        })
+    }
+
+    /// Runs `f` inside the instance, as one call.
+    pub(crate) fn with<R>(
+        &self,
+        entry: &'static str,
+        f: impl FnOnce(&mut Store<HostState>, wasmtime::component::Instance) -> wasmtime::Result<R>,
+    ) -> Result<(R, Vec<String>), Error> {
+        let _entered = self.enter(entry)?;
+        let mut inner = lock(&self.inner);
+        let Inner { store, instance, stopped } = &mut *inner;
+        if let Some(cause) = stopped {
+            return Err(self.stop_error(entry, format!("it had already stopped: {cause}"), Vec::new()));
+        }
+        self.tenant.counters.entry();
+        let fuel = self.tenant.limits.hostcall_bytes;
+        store.data_mut().begin_call();
+        store.set_hostcall_fuel(fuel);
+        store.set_epoch_deadline(1);
+        match f(store, *instance) {
+            Ok(r) => {
+                let (causes, _) = store.data_mut().take_causes();
+                Ok((r, causes))
+            }
+            Err(e) => {
+                let (causes, limit) = store.data_mut().take_causes();
+                let cause = limit.unwrap_or_else(|| root(&e));
+                self.tenant.counters.trapped();
+                tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
+                *stopped = Some(format!("{cause} (in {entry})"));
+                Err(self.stop_error(entry, cause, causes))
+            }
+        }
+    }
+
+    /// Type-checks an export without calling it.
+    pub(crate) fn typed<P, R>(&self, index: &ComponentExportIndex) -> Result<(), String>
+    where
+        P: ComponentNamedList + Lower,
+        R: Lift + wasmtime::component::ComponentType + 'static,
+        (R,): ComponentNamedList + Lift,
+    {
+        let mut inner = lock(&self.inner);
+        let Inner { store, instance, .. } = &mut *inner;
+        instance.get_typed_func::<P, (R,)>(&mut *store, index).map(|_| ()).map_err(|e| root(&e))
+    }
+
+    /// Reads the store's state between calls.
+    pub(crate) fn peek<R>(&self, f: impl FnOnce(&mut HostState) -> R) -> R {
+        f(lock(&self.inner).store.data_mut())
+    }
+}
+
+/// The innermost cause, without the guest's backtrace.
+fn root(e: &wasmtime::Error) -> String {
+    e.root_cause().to_string()
+}

@@ -1,0 +1,194 @@
+//! One tenant: what its plugins may use, what they have used, and the host facts they are shown.
+//!
+//! Everything a host function needs is here or in the store's own state; nothing is global but the engine.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+
+use hw_bridge::device::{DeviceModel, IdMapSet};
+use hw_bridge::hbm::Hbm;
+use hw_bridge::links::LinkServer;
+
+use crate::abort::AbortToken;
+use crate::error::Error;
+use crate::hw::objects::CommCore;
+use crate::limits::Limits;
+use crate::net::NetLibrary;
+
+/// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
+#[derive(Debug, Default)]
+pub struct Counters {
+    component_calls: AtomicU64,
+    host_calls: AtomicU64,
+    traps: AtomicU64,
+    entries: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn entering(&self) {
+        self.component_calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn calling_host(&self) {
+        self.component_calls.fetch_add(1, Ordering::Relaxed);
+        self.host_calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn trapped(&self) {
+        self.traps.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn entry(&self) {
+        self.entries.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Crossings so far, host to guest and guest to host.
+    pub fn component_calls(&self) -> u64 {
+        self.component_calls.load(Ordering::Relaxed)
+    }
+
+    /// Of these, guest to host.
+    pub fn host_calls(&self) -> u64 {
+        self.host_calls.load(Ordering::Relaxed)
+    }
+
+    /// Instances that trapped, ran out of time or over a limit.
+    pub fn traps(&self) -> u64 {
+        self.traps.load(Ordering::Relaxed)
+    }
+
+    /// Library entries called.
+    pub fn entries(&self) -> u64 {
+        self.entries.load(Ordering::Relaxed)
+    }
+}
+
+/// A tenant runtime: "process" in the original's rules means one of these.
+#[derive(Debug)]
+pub struct Tenant {
+    /// Its name, for messages.
+    pub name: String,
+    /// Its number; links between different ones are refused.
+    pub id: u64,
+    /// What its plugins may use.
+    pub limits: Limits,
+    /// The modelled machine.
+    pub device: Arc<DeviceModel>,
+    /// Variables granted to plugins.
+    pub(crate) vars: BTreeMap<String, String>,
+    /// Counters.
+    pub counters: Arc<Counters>,
+    pub(crate) links: LinkServer,
+    pub(crate) net: Mutex<NetState>,
+    pub(crate) tasks: Mutex<Vec<Task>>,
+    pub(crate) maps: Mutex<IdMapSet>,
+    hbm: Mutex<HashMap<i32, Weak<Hbm>>>,
+    hbm_bytes: u64,
+    comms: Mutex<HashMap<u64, Weak<CommCore>>>,
+    next_comm: AtomicU64,
+}
+
+/// The soft step's outcome (INV-17).
+#[derive(Debug, Default)]
+pub(crate) enum NetState {
+    /// The step has not run.
+    #[default]
+    Unopened,
+    /// No net component, and why.
+    Absent(String),
+    /// Opened; the library may bind it.
+    Open(Arc<NetLibrary>),
+}
+
+/// A background task of a plugin.
+#[derive(Debug)]
+pub(crate) struct Task {
+    pub abort: AbortToken,
+    pub thread: std::thread::JoinHandle<()>,
+}
+
+pub(crate) fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(|p| p.into_inner())
+}
+
+impl Tenant {
+    pub(crate) fn new(
+        name: String,
+        id: u64,
+        limits: Limits,
+        device: Arc<DeviceModel>,
+        vars: BTreeMap<String, String>,
+        hbm_bytes: u64,
+    ) -> Result<Arc<Tenant>, Error> {
+        let links = LinkServer::start().map_err(|e| Error::System {
+            what: "opening the link server of this process".into(),
+            source: std::io::Error::other(e.to_string()),
+        })?;
+        Ok(Arc::new(Tenant {
+            name,
+            id,
+            limits,
+            device: device.clone(),
+            vars,
+            counters: Arc::default(),
+            links,
+            net: Mutex::default(),
+            tasks: Mutex::default(),
+            maps: Mutex::new(IdMapSet::new(device)),
+            hbm: Mutex::default(),
+            hbm_bytes,
+            comms: Mutex::default(),
+            next_comm: AtomicU64::new(1),
+        }))
+    }
+
+    /// Device memory of a logical core; made when first asked for, freed with its last user.
+    pub(crate) fn hbm(&self, core: i32) -> Result<Arc<Hbm>, Error> {
+        let mut all = lock(&self.hbm);
+        if let Some(h) = all.get(&core).and_then(Weak::upgrade) {
+            return Ok(h);
+        }
+        let h = Hbm::new(self.hbm_bytes)?;
+        all.insert(core, Arc::downgrade(&h));
+        Ok(h)
+    }
+
+    /// Registers a communicator's host object, within the quota.
+    pub(crate) fn add_comm(&self, make: impl FnOnce(u64) -> Result<Arc<CommCore>, String>) -> Result<Arc<CommCore>, String> {
+        let mut comms = lock(&self.comms);
+        comms.retain(|_, c| c.strong_count() > 0);
+        if comms.len() >= self.limits.communicators {
+            let most = self.limits.communicators;
+            return Err(format!("tenant {} already has {most} communicators; free some or raise the limit", self.name));
+        }
+        let id = self.next_comm.fetch_add(1, Ordering::Relaxed);
+        let comm = make(id)?;
+        comms.insert(id, Arc::downgrade(&comm));
+        Ok(comm)
+    }
+
+    /// Communicators alive now.
+    pub fn communicators(&self) -> usize {
+        let mut comms = lock(&self.comms);
+        comms.retain(|_, c| c.strong_count() > 0);
+        comms.len()
+    }
+
+    /// Ends and joins the background tasks. Their waits see the abort at once.
+    pub(crate) fn end_tasks(&self) {
+        let tasks = std::mem::take(&mut *lock(&self.tasks));
+        for t in &tasks {
+            t.abort.abort("the runtime is closing");
+        }
+        for t in tasks {
+            // A task that panicked has already reported; there is nothing more to learn from the join.
+            let _ = t.thread.join();
+        }
+    }
+
+    /// Background tasks alive now.
+    pub fn tasks_alive(&self) -> usize {
+        lock(&self.tasks).iter().filter(|t| !t.thread.is_finished()).count()
+    }
+}

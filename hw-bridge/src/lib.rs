@@ -1,0 +1,29 @@
+//! The modelled device and everything native that moves data.
+//!
+//! This crate knows nothing of WebAssembly. It owns the memory (HBM arenas, control segments), the links between
+//! ranks, the reductions, and the sequencer that executes a compiled schedule; `host-runtime` decides what to run.
+//!
+//! | room | owns |
+//! |---|---|
+//! | [`dtype`], [`mod@reduce`] | NRT data types, and vectorised arithmetic over them |
+//! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
+//! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
+//! | [`links`] | granting memory to a peer and mapping a peer's |
+//! | [`semaphore`] | waiting: spin, yield, futex |
+//! | [`peers`] | the control channel of a communicator: arrivals, op headers, deaths, aborts |
+//! | [`proxy`] | the proxy's tick over network operations |
+//! | [`sequencer`] | the step language, and executing it |
+//!
+//! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, and nowhere else.
+
+pub mod device;
+pub mod dtype;
+pub mod hbm;
+pub mod limits;
+pub mod links;
+pub mod peers;
+pub mod proxy;
+pub mod reduce;
+pub mod segment;
+pub mod semaphore;
+pub mod sequencer;

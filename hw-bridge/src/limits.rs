@@ -1,0 +1,26 @@
+//! Every limit of this crate in one place.
+
+/// Ranks of one communicator inside a server. A wait reads one word per peer, so this bounds the hot path, and it is
+/// the size of the pointer tables that an operation keeps on its stack.
+pub const MAX_LOCAL_RANKS: usize = 64;
+/// Granularity of device memory: a page, so that freed memory can be given back.
+pub const HBM_ALIGN: u64 = 4096;
+/// Arrival records a rank keeps: it may be this many operations ahead of its slowest reader.
+pub const SLOTS: usize = 4;
+/// Payload bytes beside an arrival record; the largest message that goes in one hop.
+pub const SLOT_BYTES: usize = 32 * 1024;
+/// Payload bytes inside the record's own cache line; such a message costs one line transfer.
+pub const INLINE_BYTES: usize = 32;
+/// Bytes of one staging half. Private buffers pass through the communicator's segment in pieces of this size; two
+/// halves, so that a piece is filled while the one before is read.
+pub const STAGE_BYTES: usize = 512 * 1024;
+/// Bytes of the sentence a failing rank leaves for its peers.
+pub const REASON_BYTES: usize = 240;
+/// Steps of one schedule; the step number shares a word with the sequence number.
+pub const MAX_STEPS: u64 = 0xFFFE;
+/// How long a sleeping wait goes without looking at deaths, aborts and the deadline.
+pub const NAP: std::time::Duration = std::time::Duration::from_millis(10);
+/// How long the owner of a region waits for a peer that connected to say what it wants.
+pub const LINK_HELLO: std::time::Duration = std::time::Duration::from_secs(2);
+/// Grants one process keeps open: one for each (communicator, peer).
+pub const MAX_GRANTS: usize = 65_536;

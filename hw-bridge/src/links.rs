@@ -1,0 +1,390 @@
+//! Links between ranks: how a peer's memory comes to be mapped here.
+//!
+//! Every process that offers memory runs one [`LinkServer`]: an abstract unix socket (no file, gone with the process)
+//! with a random name. [`LinkServer::grant`] answers 64 bytes, the IPC field of the connect record (INV-84): an
+//! unguessable token and the socket's name. A peer that presents the token from a process of the same user and for the
+//! same tenant gets the descriptors; [`connect`] maps them. Works between unrelated processes.
+//!
+//! Layout of the 64 bytes: token 0..32, name length 32, name 33..64.
+
+use std::collections::HashMap;
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+
+use crate::limits::{LINK_HELLO, MAX_GRANTS};
+use crate::segment::{Segment, SegmentError};
+
+/// Bytes of the IPC field.
+pub const IPC_BYTES: usize = 64;
+const MAGIC: u32 = 0x6c63_6377;
+const HELLO_BYTES: usize = 4 + 32 + 8;
+const ANSWER_BYTES: usize = 4 + 4 + 4 + 4 + 8 + 8;
+
+/// What a grant hands out.
+#[derive(Debug, Clone)]
+pub struct Grant {
+    /// Whose memory it is, as a rank of the communicator.
+    pub rank: u32,
+    /// The tenant; a peer of another one is refused.
+    pub tenant: u64,
+    /// The communicator's control segment.
+    pub control: Arc<Segment>,
+    /// The core's device memory.
+    pub hbm: Arc<Segment>,
+}
+
+/// A peer's memory, mapped here.
+#[derive(Debug)]
+pub struct Mapped {
+    /// The peer's rank, as it says.
+    pub rank: u32,
+    /// Its process, as the kernel says.
+    pub pid: i32,
+    /// Its control segment.
+    pub control: Segment,
+    /// Its device memory.
+    pub hbm: Segment,
+    /// Readable once the process has ended; absent for a rank of this very process.
+    pub pidfd: Option<OwnedFd>,
+}
+
+/// Why a link could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// A system call failed.
+    #[error("{step} failed: {source}")]
+    System {
+        /// What was tried.
+        step: &'static str,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// The 64 bytes make no sense.
+    #[error("the connect record of the peer is malformed: {0}; it was made by another transport or damaged on the way")]
+    Malformed(&'static str),
+    /// The owner said no.
+    #[error("the peer refused the link: {0}")]
+    Refused(&'static str),
+    /// The owner is gone or does not answer.
+    #[error("the peer that owns the memory does not answer: {0}; its process has ended or runs in another network namespace")]
+    Gone(std::io::Error),
+    /// Too many grants.
+    #[error("{MAX_GRANTS} links are open in this process; free communicators first")]
+    TooMany,
+    /// What was received cannot be mapped.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+}
+
+fn sys(step: &'static str) -> impl FnOnce(std::io::Error) -> LinkError {
+    move |source| LinkError::System { step, source }
+}
+
+type Grants = Arc<Mutex<HashMap<[u8; 32], Grant>>>;
+
+/// The process's giver of memory. Dropping it ends its thread and every grant; mappings that peers hold stay valid.
+#[derive(Debug)]
+pub struct LinkServer {
+    name: Vec<u8>,
+    grants: Grants,
+    stop: OwnedFd,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl LinkServer {
+    /// Binds a random abstract name and starts the serving thread, which sleeps while nobody asks.
+    pub fn start() -> Result<LinkServer, LinkError> {
+        let mut random = [0u8; 12];
+        fill_random(&mut random).map_err(sys("reading random bytes for a link name"))?;
+        let name: Vec<u8> = b"wccl-".iter().copied().chain(random.iter().flat_map(|b| hex(*b))).collect();
+        let addr = SocketAddr::from_abstract_name(&name).map_err(sys("naming the link socket"))?;
+        let listener = UnixListener::bind_addr(&addr).map_err(sys("binding the link socket"))?;
+        // A visitor that leaves between the wait and the accept must not block the thread.
+        listener.set_nonblocking(true).map_err(sys("setting up the link socket"))?;
+        let stop = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
+            .map_err(|e| LinkError::System { step: "making the link server's stop event", source: e.into() })?;
+        let grants = Grants::default();
+        let (for_thread, stop_copy) = (grants.clone(), stop.try_clone().map_err(sys("copying the stop event"))?);
+        let thread = std::thread::Builder::new()
+            .name("wccl-links".into())
+            .spawn(move || serve(&listener, &stop_copy, &for_thread))
+            .map_err(sys("starting the link server's thread (check ulimit -u)"))?;
+        Ok(LinkServer { name, grants, stop, thread: Some(thread) })
+    }
+
+    /// Makes `grant` available to whoever shows the returned 64 bytes.
+    pub fn grant(&self, grant: Grant) -> Result<[u8; IPC_BYTES], LinkError> {
+        let mut ipc = [0u8; IPC_BYTES];
+        let mut token = [0u8; 32];
+        fill_random(&mut token).map_err(sys("reading random bytes for a link token"))?;
+        ipc[..32].copy_from_slice(&token);
+        ipc[32] = self.name.len() as u8;
+        ipc[33..33 + self.name.len()].copy_from_slice(&self.name);
+        let mut grants = lock(&self.grants);
+        if grants.len() >= MAX_GRANTS {
+            return Err(LinkError::TooMany);
+        }
+        grants.insert(token, grant);
+        Ok(ipc)
+    }
+
+    /// Ends a grant; whoever already mapped the memory keeps it.
+    pub fn revoke(&self, ipc: &[u8; IPC_BYTES]) {
+        let mut token = [0u8; 32];
+        token.copy_from_slice(&ipc[..32]);
+        lock(&self.grants).remove(&token);
+    }
+
+    /// Grants open now.
+    pub fn grants(&self) -> usize {
+        lock(&self.grants).len()
+    }
+}
+
+impl Drop for LinkServer {
+    fn drop(&mut self) {
+        // The event is ours and counts to 2^64: a write of 1 cannot fail in a way that matters.
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock(grants: &Grants) -> std::sync::MutexGuard<'_, HashMap<[u8; 32], Grant>> {
+    grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn fill_random(buf: &mut [u8]) -> std::io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        match rustix::rand::getrandom(&mut buf[done..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(n) => done += n,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+fn hex(b: u8) -> [u8; 2] {
+    let digit = |n: u8| if n < 10 { b'0' + n } else { b'a' + n - 10 };
+    [digit(b >> 4), digit(b & 15)]
+}
+
+fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
+    use rustix::event::{PollFd, PollFlags, poll};
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => {
+                tracing::error!("the link server stops: waiting for peers failed: {e}");
+                return;
+            }
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        if fds[0].revents().is_empty() {
+            continue;
+        }
+        match listener.accept() {
+            Ok((stream, _)) => {
+                if let Err(e) = answer(stream, grants) {
+                    tracing::warn!("a link was not made: {e}");
+                }
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            // Out of descriptors and the like: whoever asked times out with its own message.
+            Err(e) => {
+                tracing::warn!("accepting a link failed: {e}");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
+}
+
+fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
+    let cred = socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
+    let me = rustix::process::geteuid();
+    if cred.uid != me && !cred.uid.is_root() {
+        return Err(LinkError::Refused("it is another user's process"));
+    }
+    stream.set_read_timeout(Some(LINK_HELLO)).map_err(sys("setting a link's time-out"))?;
+    let mut hello = [0u8; HELLO_BYTES];
+    stream.read_exact(&mut hello).map_err(sys("reading a link's hello"))?;
+    let mut token = [0u8; 32];
+    token.copy_from_slice(&hello[4..36]);
+    let mut tenant = [0u8; 8];
+    tenant.copy_from_slice(&hello[36..44]);
+    let found = (hello[..4] == MAGIC.to_le_bytes()).then(|| lock(grants).get(&token).cloned()).flatten();
+    let status: u32 = match &found {
+        None => 1,
+        Some(g) if g.tenant != u64::from_le_bytes(tenant) => 2,
+        Some(_) => 0,
+    };
+    let mut out = Vec::with_capacity(ANSWER_BYTES);
+    let (rank, control, hbm) =
+        found.as_ref().map_or((0, 0, 0), |g| (g.rank, g.control.len() as u64, g.hbm.len() as u64));
+    for word in [MAGIC, status, rank, std::process::id()] {
+        out.extend_from_slice(&word.to_le_bytes());
+    }
+    out.extend_from_slice(&control.to_le_bytes());
+    out.extend_from_slice(&hbm.to_le_bytes());
+    match found {
+        Some(g) if status == 0 => {
+            let fds: [BorrowedFd<'_>; 2] = [g.control.fd(), g.hbm.fd()];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+            rustix::net::sendmsg(&stream, &[IoSlice::new(&out)], &mut control, SendFlags::NOSIGNAL)
+                .map_err(|e| LinkError::System { step: "passing memory to a peer", source: e.into() })?;
+            Ok(())
+        }
+        _ => {
+            stream.write_all(&out).map_err(sys("refusing a link"))?;
+            Err(LinkError::Refused(if status == 2 { "it belongs to another tenant" } else { "its token is unknown" }))
+        }
+    }
+}
+
+/// Presents the token in `ipc` to its owner and maps what it grants.
+pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, LinkError> {
+    if ipc.len() != IPC_BYTES {
+        return Err(LinkError::Malformed("it is not 64 bytes"));
+    }
+    let len = usize::from(ipc[32]);
+    if len == 0 || len > IPC_BYTES - 33 {
+        return Err(LinkError::Malformed("the socket name has no valid length"));
+    }
+    let addr = SocketAddr::from_abstract_name(&ipc[33..33 + len]).map_err(sys("naming the peer's link socket"))?;
+    let mut stream = UnixStream::connect_addr(&addr).map_err(LinkError::Gone)?;
+    let cred = socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
+    let me = rustix::process::geteuid();
+    if cred.uid != me && !cred.uid.is_root() {
+        return Err(LinkError::Refused("the owner is another user's process"));
+    }
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    stream.set_read_timeout(Some(left)).map_err(sys("setting a link's time-out"))?;
+    let mut hello = Vec::with_capacity(HELLO_BYTES);
+    hello.extend_from_slice(&MAGIC.to_le_bytes());
+    hello.extend_from_slice(&ipc[..32]);
+    hello.extend_from_slice(&tenant.to_le_bytes());
+    stream.write_all(&hello).map_err(LinkError::Gone)?;
+
+    let mut out = [0u8; ANSWER_BYTES];
+    let mut fds: Vec<OwnedFd> = Vec::with_capacity(2);
+    let mut got = 0;
+    while got < out.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let r = rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut out[got..])], &mut control, RecvFlags::CMSG_CLOEXEC);
+        let n = match r {
+            Ok(m) => m.bytes,
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => return Err(LinkError::Gone(e.into())),
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights);
+            }
+        }
+        if n == 0 {
+            return Err(LinkError::Gone(std::io::ErrorKind::UnexpectedEof.into()));
+        }
+        got += n;
+    }
+    let word = |at: usize| u32::from_le_bytes([out[at], out[at + 1], out[at + 2], out[at + 3]]);
+    let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
+    if word(0) != MAGIC {
+        return Err(LinkError::Malformed("the owner answered with a foreign magic"));
+    }
+    match word(4) {
+        0 => {}
+        2 => return Err(LinkError::Refused("the memory belongs to another tenant")),
+        _ => return Err(LinkError::Refused("the token is not or no longer valid; the peer has freed its communicator")),
+    }
+    let [control, hbm]: [OwnedFd; 2] =
+        fds.try_into().map_err(|_| LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"))?;
+    let pid = cred.pid;
+    let pidfd = if pid == rustix::process::getpid() {
+        None
+    } else {
+        Some(
+            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map_err(|e| LinkError::Gone(e.into()))?,
+        )
+    };
+    Ok(Mapped {
+        rank: word(8),
+        pid: pid.as_raw_nonzero().get(),
+        control: Segment::from_peer(control, long(16))?,
+        hbm: Segment::from_peer(hbm, long(24))?,
+        pidfd,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grant(tenant: u64) -> Grant {
+        Grant {
+            rank: 3,
+            tenant,
+            control: Arc::new(Segment::create("c", 4096).unwrap()),
+            hbm: Arc::new(Segment::create("h", 8192).unwrap()),
+        }
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(5)
+    }
+
+    #[test]
+    fn a_grant_is_mapped_with_the_token_and_only_with_it() {
+        let server = LinkServer::start().unwrap();
+        let g = grant(7);
+        let ipc = server.grant(g.clone()).unwrap();
+        let m = connect(&ipc, 7, soon()).unwrap();
+        assert_eq!((m.rank, m.control.len(), m.hbm.len()), (3, 4096, 8192));
+        // SAFETY: both mappings are 8192 bytes; this thread alone uses them.
+        unsafe {
+            g.hbm.base().add(100).write(42);
+            assert_eq!(m.hbm.base().add(100).read(), 42);
+        }
+        let mut wrong = ipc;
+        wrong[0] ^= 1;
+        assert!(connect(&wrong, 7, soon()).unwrap_err().to_string().contains("token is not or no longer valid"));
+        assert!(connect(&ipc, 8, soon()).unwrap_err().to_string().contains("another tenant"));
+        server.revoke(&ipc);
+        assert!(connect(&ipc, 7, soon()).is_err());
+        assert_eq!(server.grants(), 0);
+        drop(server);
+        assert!(matches!(connect(&ipc, 7, soon()), Err(LinkError::Gone(_))));
+    }
+
+    #[test]
+    fn malformed_records_are_refused() {
+        assert!(matches!(connect(&[0; 63], 0, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0; 64], 0, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0xFF; 64], 0, soon()), Err(LinkError::Malformed(_))));
+    }
+
+    #[test]
+    fn a_peer_that_says_nothing_does_not_block_the_next_for_ever() {
+        let server = LinkServer::start().unwrap();
+        let ipc = server.grant(grant(0)).unwrap();
+        let addr = SocketAddr::from_abstract_name(&server.name).unwrap();
+        let _mute = UnixStream::connect_addr(&addr).unwrap();
+        assert!(connect(&ipc, 0, soon()).is_ok());
+    }
+}

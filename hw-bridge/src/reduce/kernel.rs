@@ -1,0 +1,428 @@
+//! The loops, compiled once per instruction set.
+//!
+//! One generic body ([`run`]) does all the work in blocks of a fixed number of elements: a block of every source is
+//! loaded into a local array, folded, and stored, so each source is read once and `dst` is written once. Because a
+//! block is loaded whole before it is stored, `dst` may be one of the sources, and the compiler needs no overlap check
+//! to vectorise. The body is inlined into one function per instruction set, where the compiler has those instructions
+//! at its disposal; the only intrinsics are the conversions of halves.
+//!
+//! What remains after the last whole block is done in smaller blocks by the same code, so the result for an element
+//! does not depend on where it stands.
+
+use super::element::{Avg, Bf16, Element, Float8, Fp16, Fp32, Max, Min, Operation, Prod, Sum};
+use crate::dtype::{DataType, ReduceOp, decode_small, encode_small};
+
+/// Folds `count` elements of every source into `dst`; the last argument is the divisor of an average.
+///
+/// # Safety
+/// The contract of [`reduce`](super::reduce), and the processor has the instructions the kernel was compiled for.
+pub(super) type Kernel = unsafe fn(*mut u8, &[*const u8], usize, usize);
+
+/// An instruction set that kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Level {
+    /// Whatever the target of this build has: always available, on every architecture.
+    Portable,
+    /// AVX2 and F16C: every server of the last ten years.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL, and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Level {
+    /// Every level, slowest first; not all of them run on this machine.
+    pub(super) const ALL: &'static [Level] = &[
+        Level::Portable,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2,
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512,
+    ];
+
+    /// Whether this processor, and the operating system on it, can run the level.
+    pub(super) fn is_supported(self) -> bool {
+        match self {
+            Level::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c"),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => {
+                Level::Avx2.is_supported()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+        }
+    }
+
+    /// The fastest level this machine supports.
+    pub(super) fn best() -> Level {
+        Level::ALL
+            .iter()
+            .rev()
+            .copied()
+            .find(|level| level.is_supported())
+            .unwrap_or(Level::Portable)
+    }
+
+    /// The kernel of one operation on one type. Only a supported level's kernel may be called.
+    #[inline]
+    pub(super) fn kernel(self, op: ReduceOp, dtype: DataType) -> Kernel {
+        match self {
+            Level::Portable => portable::kernel(op, dtype),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => avx2::kernel(op, dtype),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => avx512::kernel(op, dtype),
+        }
+    }
+}
+
+/// What differs between instruction sets beyond what the compiler does by itself.
+pub(super) trait Isa {
+    /// Whether two sources, the common case, get a loop of their own.
+    const PAIRS: bool = true;
+
+    /// Converts halves to f32, exactly.
+    ///
+    /// # Safety
+    /// The processor has the instructions of this set.
+    #[inline(always)]
+    unsafe fn widen_halves<const B: usize>(raw: &[u16; B]) -> [f32; B] {
+        let mut values = [0.0; B];
+        for i in 0..B {
+            values[i] = decode_small::<5, 10>(u32::from(raw[i]));
+        }
+        values
+    }
+
+    /// Converts f32 to halves: to nearest even, NaNs to the canonical NaN.
+    ///
+    /// # Safety
+    /// The processor has the instructions of this set.
+    #[inline(always)]
+    unsafe fn narrow_halves<const B: usize>(values: &[f32; B]) -> [u16; B] {
+        let mut raw = [0; B];
+        for i in 0..B {
+            raw[i] = encode_small::<5, 10>(values[i]) as u16;
+        }
+        raw
+    }
+}
+
+/// Elements of a large block: for f32, four registers of AVX-512 or eight of AVX2.
+const LARGE: usize = 64;
+/// Elements of a small block: for f32, one register of AVX2.
+const SMALL: usize = 8;
+
+/// # Safety
+/// The contract of [`reduce`](super::reduce), and the processor has the instructions of `I`.
+#[inline(always)]
+unsafe fn run<T: Element, O: Operation, I: Isa>(
+    dst: *mut u8,
+    sources: &[*const u8],
+    count: usize,
+    divisor: usize,
+) {
+    let size = size_of::<T::Raw>();
+    let mut done = 0;
+    // SAFETY: `done + block <= count` before each block, so a block lies inside `dst` and every source.
+    unsafe {
+        if T::COSTLY {
+            while done < count {
+                let valid = LARGE.min(count - done);
+                block::<T, O, I, LARGE>(dst, sources, done * size, valid, divisor);
+                done += valid;
+            }
+            return;
+        }
+        match *sources {
+            // The copy of the two pointers is what lets the compiler unroll the loop over the sources and keep a block
+            // in registers. With more sources the local array, in the first-level cache, keeps up with memory.
+            [a, b] if I::PAIRS => {
+                let pair = [a, b];
+                while count - done >= LARGE {
+                    block::<T, O, I, LARGE>(dst, &pair, done * size, LARGE, divisor);
+                    done += LARGE;
+                }
+            }
+            _ => {
+                while count - done >= LARGE {
+                    block::<T, O, I, LARGE>(dst, sources, done * size, LARGE, divisor);
+                    done += LARGE;
+                }
+            }
+        }
+        while count - done >= SMALL {
+            block::<T, O, I, SMALL>(dst, sources, done * size, SMALL, divisor);
+            done += SMALL;
+        }
+        while count - done >= 1 {
+            block::<T, O, I, 1>(dst, sources, done * size, 1, divisor);
+            done += 1;
+        }
+    }
+}
+
+/// One block of `B` elements, `offset` bytes into `dst` and every source, of which only the first `valid` exist.
+///
+/// # Safety
+/// As [`run`], and `valid`, at most `B`, elements lie inside `dst` and every source.
+#[inline(always)]
+unsafe fn block<T: Element, O: Operation, I: Isa, const B: usize>(
+    dst: *mut u8,
+    sources: &[*const u8],
+    offset: usize,
+    valid: usize,
+    divisor: usize,
+) {
+    let Some((&first, others)) = sources.split_first() else {
+        return;
+    };
+    // SAFETY: the caller vouches that `valid` elements at `offset` lie inside each buffer and for the instructions of
+    // `I`; every load of the block comes before its store, so that `dst` may be a source.
+    unsafe {
+        let mut acc = T::decode_block::<I, B>(&load(first.add(offset), valid));
+        for source in others {
+            let next = T::decode_block::<I, B>(&load(source.add(offset), valid));
+            for i in 0..B {
+                acc[i] = O::fold(acc[i], next[i]);
+            }
+        }
+        for value in &mut acc {
+            *value = O::finish(*value, divisor);
+        }
+        store(dst.add(offset), &T::encode_block::<I, B>(&acc), valid);
+    }
+}
+
+/// Reads the first `valid` elements of a block; the others are zero.
+///
+/// # Safety
+/// `valid` is at most `B`, and as many elements can be read at `from`, which may have any alignment.
+#[inline(always)]
+unsafe fn load<R: Copy + Default, const B: usize>(from: *const u8, valid: usize) -> [R; B] {
+    // SAFETY: the caller's contract; the array holds `B >= valid` elements.
+    unsafe {
+        if valid == B {
+            return from.cast::<[R; B]>().read_unaligned();
+        }
+        let mut block = [R::default(); B];
+        std::ptr::copy_nonoverlapping(from, block.as_mut_ptr().cast(), valid * size_of::<R>());
+        block
+    }
+}
+
+/// Writes the first `valid` elements of a block.
+///
+/// # Safety
+/// `valid` is at most `B`, and as many elements can be written at `to`, which may have any alignment.
+#[inline(always)]
+unsafe fn store<R: Copy, const B: usize>(to: *mut u8, block: &[R; B], valid: usize) {
+    // SAFETY: the caller's contract; the array holds `B >= valid` elements.
+    unsafe {
+        if valid == B {
+            to.cast::<[R; B]>().write_unaligned(*block);
+        } else {
+            std::ptr::copy_nonoverlapping(block.as_ptr().cast(), to, valid * size_of::<R>());
+        }
+    }
+}
+
+/// The module of one instruction set: its [`Isa`], the function that [`run`] is inlined into, and the choice of a
+/// kernel.
+macro_rules! level {
+    ($module:ident, $isa:ident, $(#[$features:meta])?) => {
+        mod $module {
+            use super::*;
+
+            $(#[$features])?
+            unsafe fn compiled<T: Element, O: Operation>(
+                dst: *mut u8,
+                sources: &[*const u8],
+                count: usize,
+                divisor: usize,
+            ) {
+                // SAFETY: the caller's contract, passed on; the features named above are those of the Isa.
+                unsafe { run::<T, O, super::$isa>(dst, sources, count, divisor) }
+            }
+
+            fn of<T: Element>(op: ReduceOp) -> Kernel {
+                match op {
+                    ReduceOp::Sum => compiled::<T, Sum>,
+                    ReduceOp::Prod => compiled::<T, Prod>,
+                    ReduceOp::Max => compiled::<T, Max>,
+                    ReduceOp::Min => compiled::<T, Min>,
+                    ReduceOp::Avg => compiled::<T, Avg>,
+                }
+            }
+
+            pub(super) fn kernel(op: ReduceOp, dtype: DataType) -> Kernel {
+                match dtype {
+                    DataType::Uint64 => of::<u64>(op),
+                    DataType::Int64 => of::<i64>(op),
+                    DataType::Uint32 => of::<u32>(op),
+                    DataType::Int32 => of::<i32>(op),
+                    DataType::Uint16 => of::<u16>(op),
+                    DataType::Int16 => of::<i16>(op),
+                    DataType::Uint8 => of::<u8>(op),
+                    DataType::Int8 => of::<i8>(op),
+                    DataType::Fp32 | DataType::Fp32r => of::<Fp32>(op),
+                    DataType::Bf16 => of::<Bf16>(op),
+                    DataType::Fp16 => of::<Fp16>(op),
+                    DataType::Fp8E3 => of::<Float8<3, 4>>(op),
+                    DataType::Fp8E4 => of::<Float8<4, 3>>(op),
+                    DataType::Fp8E5 => of::<Float8<5, 2>>(op),
+                }
+            }
+        }
+    };
+}
+
+struct Portable;
+
+impl Isa for Portable {
+    // Where another level does the work, this one need not be fast, only small.
+    const PAIRS: bool = !cfg!(target_arch = "x86_64");
+}
+
+level!(portable, Portable,);
+
+#[cfg(target_arch = "x86_64")]
+struct Avx2;
+
+#[cfg(target_arch = "x86_64")]
+impl Isa for Avx2 {
+    #[inline(always)]
+    unsafe fn widen_halves<const B: usize>(raw: &[u16; B]) -> [f32; B] {
+        // SAFETY: the caller has AVX2 and F16C, which is what this Isa stands for.
+        unsafe { halves::widen_by_8(raw) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_halves<const B: usize>(values: &[f32; B]) -> [u16; B] {
+        // SAFETY: the caller has AVX2 and F16C, which is what this Isa stands for.
+        unsafe { halves::narrow_by_8(values) }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+level!(avx2, Avx2, #[target_feature(enable = "avx2,f16c")]);
+
+#[cfg(target_arch = "x86_64")]
+struct Avx512;
+
+#[cfg(target_arch = "x86_64")]
+impl Isa for Avx512 {
+    #[inline(always)]
+    unsafe fn widen_halves<const B: usize>(raw: &[u16; B]) -> [f32; B] {
+        // SAFETY: the caller has AVX-512F, AVX2 and F16C, which is what this Isa stands for.
+        unsafe {
+            if B.is_multiple_of(16) {
+                halves::widen_by_16(raw)
+            } else {
+                halves::widen_by_8(raw)
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_halves<const B: usize>(values: &[f32; B]) -> [u16; B] {
+        // SAFETY: the caller has AVX-512F, AVX2 and F16C, which is what this Isa stands for.
+        unsafe {
+            if B.is_multiple_of(16) {
+                halves::narrow_by_16(values)
+            } else {
+                halves::narrow_by_8(values)
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+level!(avx512, Avx512, #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]);
+
+/// The conversion instructions for halves. They honour subnormals whatever the control register says, and round to
+/// nearest even as asked in the instruction itself. Blocks that are no multiple of a register fall back to arithmetic.
+#[cfg(target_arch = "x86_64")]
+mod halves {
+    use std::arch::x86_64::*;
+
+    use super::{Isa, Portable};
+    use crate::dtype::F32_NAN;
+
+    /// # Safety
+    /// The processor has AVX2 and F16C.
+    #[inline(always)]
+    pub(super) unsafe fn widen_by_8<const B: usize>(raw: &[u16; B]) -> [f32; B] {
+        // SAFETY: every access is at `i < B` with 8 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            if !B.is_multiple_of(8) {
+                return Portable::widen_halves(raw);
+            }
+            let mut values = [0.0f32; B];
+            for i in (0..B).step_by(8) {
+                let halves = _mm_loadu_si128(raw.as_ptr().add(i).cast());
+                _mm256_storeu_ps(values.as_mut_ptr().add(i), _mm256_cvtph_ps(halves));
+            }
+            values
+        }
+    }
+
+    /// # Safety
+    /// The processor has AVX2 and F16C.
+    #[inline(always)]
+    pub(super) unsafe fn narrow_by_8<const B: usize>(values: &[f32; B]) -> [u16; B] {
+        // SAFETY: every access is at `i < B` with 8 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            if !B.is_multiple_of(8) {
+                return Portable::narrow_halves(values);
+            }
+            let mut raw = [0u16; B];
+            let nan = _mm256_castsi256_ps(_mm256_set1_epi32(F32_NAN.cast_signed()));
+            for i in (0..B).step_by(8) {
+                let v = _mm256_loadu_ps(values.as_ptr().add(i));
+                let v = _mm256_blendv_ps(v, nan, _mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+                let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
+                _mm_storeu_si128(raw.as_mut_ptr().add(i).cast(), halves);
+            }
+            raw
+        }
+    }
+
+    /// # Safety
+    /// The processor has AVX-512F.
+    #[inline(always)]
+    pub(super) unsafe fn widen_by_16<const B: usize>(raw: &[u16; B]) -> [f32; B] {
+        // SAFETY: every access is at `i < B` with 16 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            let mut values = [0.0f32; B];
+            for i in (0..B).step_by(16) {
+                let halves = _mm256_loadu_si256(raw.as_ptr().add(i).cast());
+                _mm512_storeu_ps(values.as_mut_ptr().add(i), _mm512_cvtph_ps(halves));
+            }
+            values
+        }
+    }
+
+    /// # Safety
+    /// The processor has AVX-512F.
+    #[inline(always)]
+    pub(super) unsafe fn narrow_by_16<const B: usize>(values: &[f32; B]) -> [u16; B] {
+        // SAFETY: every access is at `i < B` with 16 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            let mut raw = [0u16; B];
+            let nan = _mm512_castsi512_ps(_mm512_set1_epi32(F32_NAN.cast_signed()));
+            for i in (0..B).step_by(16) {
+                let v = _mm512_loadu_ps(values.as_ptr().add(i));
+                let v = _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), nan);
+                let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
+                _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), halves);
+            }
+            raw
+        }
+    }
+}

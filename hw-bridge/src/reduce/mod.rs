@@ -1,0 +1,291 @@
+//! Vectorised reductions over raw memory, for every NRT data type.
+//!
+//! This module owns the arithmetic of the data path. A call folds one buffer per rank into a destination, element by
+//! element, in the order of the sources: `((s0 op s1) op s2) …`. It allocates nothing, locks nothing and fails never.
+//!
+//! What the result is, bit for bit:
+//!
+//! * **Integers** wrap in sums and products. An average is the wrapped sum divided by the number of sources, truncated
+//!   toward zero.
+//! * **fp32** (and fp32r, the same 32 bits) is rounded after every step, as IEEE 754 says; nothing is fused or
+//!   reordered.
+//! * **bf16, fp16, fp8** are widened to f32, folded there over all sources, and rounded once at the end, to nearest
+//!   even. What is too large becomes an infinity. So one call with n sources is more exact than n − 1 calls with two.
+//! * **max and min** of floats are IEEE 754-2019 `maximum` and `minimum`: a NaN wins, and −0 is less than +0.
+//! * **An average** of floats divides the f32 sum by the number of sources (a division, not a product with 1/n), before
+//!   the one rounding.
+//! * **A NaN** in a result is the canonical one: positive, quiet, no payload (docs/decisions/0003-fp8-and-fp32r.md).
+//! * **One source** is a copy, whatever the operation: its bits are kept, NaN payloads included.
+//!
+//! Invariants:
+//! * The result of an element depends on the elements at its position only: not on the processor, the alignment, the
+//!   count, or which of the functions below was called.
+//! * No byte outside the `count` elements of `dst` is written, none outside those of a source is read.
+//!
+//! Any thread may call anything here. The processor is asked once what it can do (AVX-512, AVX2 with F16C, or what the
+//! build assumes), and every call then goes through one table.
+//!
+//! | room | owns |
+//! |---|---|
+//! | `element` | decoding, encoding and arithmetic of one element |
+//! | `kernel` | the loops, compiled per instruction set |
+//! | `copy` | plain and streaming copies |
+
+mod copy;
+mod element;
+mod kernel;
+#[cfg(test)]
+mod tests;
+
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+
+pub use copy::{copy, copy_nt};
+
+use crate::dtype::{DataType, ReduceOp};
+use crate::limits::MAX_LOCAL_RANKS;
+use kernel::Level;
+
+/// Most sources of one reduction: one per rank of a server.
+pub const MAX_SOURCES: usize = MAX_LOCAL_RANKS;
+
+/// Folds `count` elements of every source into `dst`, in the order of the sources (see the module's header for the
+/// meaning of each operation).
+///
+/// # Safety
+/// * `srcs` holds 1 to [`MAX_SOURCES`] pointers. (None is tolerated: nothing happens.)
+/// * Each source is valid for reads, and `dst` for reads and writes, of `count * dtype.size()` bytes. No alignment is
+///   asked for.
+/// * `dst` may be equal to any number of the sources; a source that is not equal to `dst` does not overlap it. The
+///   sources may overlap each other.
+/// * Nobody else writes the sources or touches `dst` during the call.
+pub unsafe fn reduce(
+    op: ReduceOp,
+    dtype: DataType,
+    dst: *mut u8,
+    srcs: &[*const u8],
+    count: usize,
+) {
+    // SAFETY: the caller's contract, and `level` is supported by this processor.
+    unsafe { reduce_at(level(), op, dtype, dst, srcs, count) }
+}
+
+/// [`reduce`] with streaming stores: the same result, written past the caches, which spares reading `dst` before it is
+/// overwritten. For outputs of several MiB that this core will not read again soon. The stores are visible to other
+/// threads, in order, when the function returns.
+///
+/// If `dst` is one of the sources there is nothing to spare (its lines are read anyway, and streaming into a line that
+/// is in a cache is slow), nor can a `dst` be streamed to whose elements straddle lines: both become a plain
+/// [`reduce`].
+///
+/// # Safety
+/// As [`reduce`].
+pub unsafe fn reduce_nt(
+    op: ReduceOp,
+    dtype: DataType,
+    dst: *mut u8,
+    srcs: &[*const u8],
+    count: usize,
+) {
+    // SAFETY: the caller's contract, and `level` is supported by this processor.
+    unsafe { reduce_nt_at(level(), op, dtype, dst, srcs, count) }
+}
+
+/// Divides `count` elements in place by `n`: the end of an average that was summed pairwise around a ring. Integers
+/// truncate toward zero; floats divide in f32 and round once. With `n` 0 or 1 nothing is touched.
+///
+/// For a type narrower than f32 this is not the same as [`ReduceOp::Avg`] over all sources at once: the pairwise sums
+/// were each rounded, and may have overflowed.
+///
+/// # Safety
+/// `dst` is valid for reads and writes of `count * dtype.size()` bytes, and nobody else touches it during the call. No
+/// alignment is asked for.
+pub unsafe fn scale_avg(dtype: DataType, dst: *mut u8, count: usize, n: usize) {
+    // SAFETY: the caller's contract, and `level` is supported by this processor.
+    unsafe { scale_avg_at(level(), dtype, dst, count, n) }
+}
+
+/// [`reduce`] over byte slices, for tests and references.
+///
+/// # Errors
+/// [`ReduceError`] if there is no source or too many, if a source is not as long as `dst`, or if `dst` is not a whole
+/// number of elements. Nothing was written then.
+pub fn reduce_slices(
+    op: ReduceOp,
+    dtype: DataType,
+    dst: &mut [u8],
+    srcs: &[&[u8]],
+) -> Result<(), ReduceError> {
+    let count = whole_elements(dtype, dst.len())?;
+    if srcs.is_empty() {
+        return Err(ReduceError::NoSources);
+    }
+    if srcs.len() > MAX_SOURCES {
+        return Err(ReduceError::TooManySources { given: srcs.len() });
+    }
+    let mut pointers = [std::ptr::null(); MAX_SOURCES];
+    for (index, source) in srcs.iter().enumerate() {
+        if source.len() != dst.len() {
+            return Err(ReduceError::LengthMismatch {
+                index,
+                given: source.len(),
+                expected: dst.len(),
+            });
+        }
+        pointers[index] = source.as_ptr();
+    }
+    // SAFETY: 1 to MAX_SOURCES slices, each of `count` elements; `dst` is borrowed mutably, so that it overlaps none of
+    // them and nobody else touches it, and shared borrows are not written meanwhile.
+    unsafe { reduce(op, dtype, dst.as_mut_ptr(), &pointers[..srcs.len()], count) };
+    Ok(())
+}
+
+/// [`scale_avg`] over a byte slice.
+///
+/// # Errors
+/// [`ReduceError`] if `n` is 0 or `dst` is not a whole number of elements. Nothing was written then.
+pub fn scale_avg_slice(dtype: DataType, dst: &mut [u8], n: usize) -> Result<(), ReduceError> {
+    let count = whole_elements(dtype, dst.len())?;
+    if n == 0 {
+        return Err(ReduceError::NoSources);
+    }
+    // SAFETY: the slice holds `count` elements and is borrowed mutably.
+    unsafe { scale_avg(dtype, dst.as_mut_ptr(), count, n) };
+    Ok(())
+}
+
+/// A request for a reduction that makes no sense; all of them are the caller's doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReduceError {
+    /// Nothing to reduce from, or an average over no sources.
+    #[error("a reduction was asked for over no sources: pass at least one")]
+    NoSources,
+    /// More sources than one call takes.
+    #[error(
+        "a reduction over {given} sources was asked for, but one call takes at most {MAX_SOURCES}: reduce in several calls"
+    )]
+    TooManySources {
+        /// How many sources were given.
+        given: usize,
+    },
+    /// A source and the destination differ in length.
+    #[error(
+        "source {index} of a reduction is {given} bytes long, but the destination is {expected}: pass buffers of one length"
+    )]
+    LengthMismatch {
+        /// Which source, from 0.
+        index: usize,
+        /// Its length in bytes.
+        given: usize,
+        /// The length of the destination in bytes.
+        expected: usize,
+    },
+    /// The destination ends inside an element.
+    #[error(
+        "the destination of a reduction is {bytes} bytes long, which is no whole number of {dtype} elements: \
+         pass a multiple of {}", dtype.size()
+    )]
+    PartialElement {
+        /// The length in bytes.
+        bytes: usize,
+        /// The type of the elements.
+        dtype: DataType,
+    },
+}
+
+fn whole_elements(dtype: DataType, bytes: usize) -> Result<usize, ReduceError> {
+    if bytes.is_multiple_of(dtype.size()) {
+        Ok(bytes / dtype.size())
+    } else {
+        Err(ReduceError::PartialElement { bytes, dtype })
+    }
+}
+
+/// What this processor can do; asked once.
+#[inline]
+fn level() -> Level {
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(Level::best)
+}
+
+/// # Safety
+/// As [`reduce`], and the processor supports `level`.
+#[inline]
+unsafe fn reduce_at(
+    level: Level,
+    op: ReduceOp,
+    dtype: DataType,
+    dst: *mut u8,
+    srcs: &[*const u8],
+    count: usize,
+) {
+    match *srcs {
+        [] => {}
+        // SAFETY: the caller's contract: the two are equal, or do not overlap.
+        [only] => unsafe { copy(dst, only, count * dtype.size()) },
+        // SAFETY: the caller's contract.
+        _ => unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) },
+    }
+}
+
+/// # Safety
+/// As [`scale_avg`], and the processor supports `level`.
+unsafe fn scale_avg_at(level: Level, dtype: DataType, dst: *mut u8, count: usize, n: usize) {
+    if n > 1 {
+        // SAFETY: the caller's contract; `dst` is its own only source.
+        unsafe { level.kernel(ReduceOp::Avg, dtype)(dst, &[dst.cast_const()], count, n) }
+    }
+}
+
+/// Bytes that [`reduce_nt`] computes in the first-level cache before it streams them out.
+const STAGE: usize = 4096;
+
+/// Aligned to a line, so that the kernel's stores never straddle two.
+#[repr(align(64))]
+struct Stage([MaybeUninit<u8>; STAGE]);
+
+/// # Safety
+/// As [`reduce`], and the processor supports `level`.
+unsafe fn reduce_nt_at(
+    level: Level,
+    op: ReduceOp,
+    dtype: DataType,
+    dst: *mut u8,
+    srcs: &[*const u8],
+    count: usize,
+) {
+    let size = dtype.size();
+    let head = copy::until_line(dst);
+    let straddling = !head.is_multiple_of(size);
+    if srcs.is_empty() || srcs.len() > MAX_SOURCES || straddling || srcs.contains(&dst.cast_const())
+    {
+        // SAFETY: the caller's contract.
+        return unsafe { reduce_at(level, op, dtype, dst, srcs, count) };
+    }
+    if let [only] = *srcs {
+        // SAFETY: the caller's contract: the two are equal, or do not overlap.
+        return unsafe { copy_nt(dst, only, count * size) };
+    }
+    let mut stage = Stage([MaybeUninit::uninit(); STAGE]);
+    let staged = stage.0.as_mut_ptr().cast::<u8>();
+    let mut pointers = [std::ptr::null(); MAX_SOURCES];
+    let total = count * size;
+    let mut done = 0;
+    while done < total {
+        // The first piece ends where a line of `dst` does, so that all others start on one.
+        let piece = (if done == 0 && head != 0 { head } else { STAGE }).min(total - done);
+        // SAFETY: `done + piece <= total`, the length of every buffer in bytes, and `piece` is at most the stage and a
+        // whole number of elements, since `head`, STAGE and `total` are. The stage overlaps nothing, and a piece of
+        // `dst` is written after the same piece of every source was read.
+        unsafe {
+            for (pointer, source) in pointers.iter_mut().zip(srcs) {
+                *pointer = source.add(done);
+            }
+            level.kernel(op, dtype)(staged, &pointers[..srcs.len()], piece / size, srcs.len());
+            copy::stream(dst.add(done), staged, piece);
+        }
+        done += piece;
+    }
+    copy::fence();
+}

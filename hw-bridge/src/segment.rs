@@ -1,0 +1,169 @@
+//! Shared memory: one memfd per region, sealed against shrinking and growing, mapped read-write.
+//!
+//! Nothing has a name in a file system, so nothing is left behind when a process is killed: the kernel frees a
+//! segment when the last descriptor and the last mapping are gone.
+//!
+//! Invariants: `base` points to `len` mapped bytes for as long as the [`Segment`] lives; the length of the file cannot
+//! change (seals), so a peer cannot make an access fault by truncating it. Bytes may be changed by other processes at
+//! any time; this module therefore hands out raw pointers and atomics, never references to plain data.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+
+/// A mapped memfd.
+#[derive(Debug)]
+pub struct Segment {
+    fd: OwnedFd,
+    map: MmapRaw,
+}
+
+/// Why a segment could not be made or mapped.
+#[derive(Debug, thiserror::Error)]
+pub enum SegmentError {
+    /// The kernel refused one of the steps.
+    #[error("{step} of a {bytes}-byte memory region failed: {source}; check the limits of open files (ulimit -n), address space (ulimit -v) and memory")]
+    System {
+        /// What was tried.
+        step: &'static str,
+        /// Size asked for.
+        bytes: u64,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// A descriptor from a peer is not what it was said to be.
+    #[error("a memory region received from a peer is not usable: {0}; the peer runs another version or is not a wccl process")]
+    Foreign(String),
+}
+
+fn sys(step: &'static str, bytes: u64, e: impl Into<std::io::Error>) -> SegmentError {
+    SegmentError::System { step, bytes, source: e.into() }
+}
+
+impl Segment {
+    /// Makes a zeroed segment of `len` bytes (rounded up by nobody: pass a multiple of the page size). Pages are
+    /// allocated when first touched or by [`Segment::commit`].
+    pub fn create(name: &str, len: u64) -> Result<Segment, SegmentError> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| sys("creation", len, e))?;
+        rustix::fs::ftruncate(&fd, len).map_err(|e| sys("sizing", len, e))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(|e| sys("sealing", len, e))?;
+        Self::map(fd, len)
+    }
+
+    /// Maps a descriptor that a peer passed. Refuses one whose size is not `len` or that is not sealed, because an
+    /// access to it could fault.
+    pub fn from_peer(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
+        let seals =
+            rustix::fs::fcntl_get_seals(&fd).map_err(|e| SegmentError::Foreign(format!("it cannot be sealed ({e})")))?;
+        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
+            return Err(SegmentError::Foreign("its size is not sealed".into()));
+        }
+        let stat = rustix::fs::fstat(&fd).map_err(|e| sys("inspection", len, e))?;
+        if stat.st_size as u64 != len {
+            return Err(SegmentError::Foreign(format!("it has {} bytes, {len} were announced", stat.st_size)));
+        }
+        Self::map(fd, len)
+    }
+
+    fn map(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
+        let size = usize::try_from(len).map_err(|_| sys("mapping", len, std::io::ErrorKind::InvalidInput))?;
+        let map = MmapOptions::new().len(size).map_raw(&fd).map_err(|e| sys("mapping", len, e))?;
+        Ok(Segment { fd, map })
+    }
+
+    /// First byte. Valid for [`Segment::len`] bytes while `self` lives.
+    pub fn base(&self) -> *mut u8 {
+        self.map.as_mut_ptr()
+    }
+
+    /// Mapped bytes.
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    /// Whether the segment has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The descriptor, to be passed to a peer that was granted the region.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Allocates the pages of a range now, so that running out of memory is an error here and not a fault later.
+    pub fn commit(&self, offset: u64, len: u64) -> Result<(), SegmentError> {
+        if len == 0 {
+            return Ok(());
+        }
+        loop {
+            match rustix::fs::fallocate(&self.fd, FallocateFlags::empty(), offset, len) {
+                Err(rustix::io::Errno::INTR) => {}
+                r => return r.map_err(|e| sys("allocation", len, e)),
+            }
+        }
+    }
+
+    /// Gives the pages of a range back to the kernel; they read as zero afterwards, in every mapping.
+    pub fn release(&self, offset: u64, len: u64) -> Result<(), SegmentError> {
+        if len == 0 {
+            return Ok(());
+        }
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.fd, flags, offset, len).map_err(|e| sys("release", len, e))
+    }
+
+    /// Checked pointer to `len` bytes at `offset`; `None` if they are not all inside.
+    pub fn at(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        let end = offset.checked_add(len)?;
+        if end > self.len() as u64 {
+            return None;
+        }
+        Some(self.base().wrapping_add(offset as usize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_is_zeroed_sealed_and_bounded() {
+        let s = Segment::create("test", 8192).unwrap();
+        assert!(s.at(0, 8192).is_some());
+        assert!(s.at(1, 8192).is_none());
+        assert!(s.at(u64::MAX, 2).is_none());
+        // SAFETY: the segment is 8192 bytes and nobody else maps it.
+        unsafe { assert!(std::slice::from_raw_parts(s.base(), 8192).iter().all(|b| *b == 0)) };
+        assert!(rustix::fs::ftruncate(s.fd(), 4096).is_err());
+        assert!(rustix::fs::ftruncate(s.fd(), 16384).is_err());
+    }
+
+    #[test]
+    fn a_second_mapping_sees_the_bytes_and_a_release_zeroes_them() {
+        let a = Segment::create("test", 8192).unwrap();
+        let b = Segment::from_peer(a.fd().try_clone_to_owned().unwrap(), 8192).unwrap();
+        // SAFETY: both mappings are 8192 bytes long and used by this thread alone.
+        unsafe {
+            *a.base().add(5000) = 7;
+            assert_eq!(*b.base().add(5000), 7);
+        }
+        a.release(4096, 4096).unwrap();
+        // SAFETY: as above.
+        unsafe { assert_eq!(*b.base().add(5000), 0) };
+    }
+
+    #[test]
+    fn a_foreign_descriptor_is_refused() {
+        let fd = rustix::fs::memfd_create("x", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        let e = Segment::from_peer(fd, 4096).unwrap_err().to_string();
+        assert!(e.contains("not sealed"), "{e}");
+        let s = Segment::create("test", 4096).unwrap();
+        let e = Segment::from_peer(s.fd().try_clone_to_owned().unwrap(), 8192).unwrap_err().to_string();
+        assert!(e.contains("4096 bytes, 8192"), "{e}");
+    }
+}

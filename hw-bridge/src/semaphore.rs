@@ -1,0 +1,159 @@
+//! Waiting: spin briefly, give the core away, then sleep on a futex.
+//!
+//! A [`Bell`] lives in shared memory. Whoever waits sleeps on its *own* bell; whoever publishes something looks whether
+//! a peer sleeps and rings. The order that makes this safe: the waiter announces its sleep, then looks once more; the
+//! publisher publishes, then looks for sleepers; both with a full fence between, so at least one sees the other.
+//!
+//! The increment registers of the device model (INV-12) are in [`crate::device`].
+
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use rustix::thread::futex;
+
+/// Futex word and its sleepers' count, in shared memory, written by the owner and its peers.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct Bell {
+    rung: AtomicU32,
+    sleeping: AtomicU32,
+}
+
+impl Bell {
+    /// Wakes the owner if it sleeps. Call after publishing and after one [`publish_fence`].
+    #[inline]
+    pub fn ring_if_sleeping(&self) {
+        if self.sleeping.load(Ordering::Relaxed) != 0 {
+            self.ring();
+        }
+    }
+
+    /// Wakes the owner.
+    #[cold]
+    pub fn ring(&self) {
+        self.rung.fetch_add(1, Ordering::SeqCst);
+        // Waking nobody is not an error, and there is nothing else that can go wrong with a valid word.
+        let _ = futex::wake(&self.rung, futex::Flags::empty(), u32::MAX >> 1);
+    }
+
+    /// Sleeps until rung, at most `nap`, unless `ready` already holds.
+    fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) {
+        let before = self.rung.load(Ordering::SeqCst);
+        self.sleeping.store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if !ready() {
+            let timeout = futex::Timespec { tv_sec: nap.as_secs() as i64, tv_nsec: i64::from(nap.subsec_nanos()) };
+            // EAGAIN (rung meanwhile), EINTR and ETIMEDOUT all mean: look again.
+            let _ = futex::wait(&self.rung, futex::Flags::empty(), before, Some(&timeout));
+        }
+        self.sleeping.store(0, Ordering::Relaxed);
+    }
+}
+
+/// The fence between publishing and looking for sleepers.
+#[inline]
+pub fn publish_fence() {
+    fence(Ordering::SeqCst);
+}
+
+/// How long to spin and to yield before sleeping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WaitPolicy {
+    /// Looks with a pause instruction between.
+    pub spins: u32,
+    /// Looks with a yield of the core between.
+    pub yields: u32,
+}
+
+impl WaitPolicy {
+    /// For `ranks` ranks on this machine that share `cpus` cores: with a core for each, spinning is cheapest; with
+    /// fewer, the peer we wait for may need the core we would spin on.
+    pub fn for_ranks(ranks: usize, cpus: usize) -> WaitPolicy {
+        if ranks <= cpus { WaitPolicy { spins: 20_000, yields: 20 } } else { WaitPolicy { spins: 60, yields: 100 } }
+    }
+}
+
+/// Waits until `ready`, calling `check` at least every [`crate::limits::NAP`] once it sleeps. `check` decides about deadlines, deaths and
+/// aborts; its error ends the wait.
+#[inline]
+pub fn wait<E>(
+    bell: &Bell,
+    policy: WaitPolicy,
+    mut ready: impl FnMut() -> bool,
+    check: impl FnMut() -> Result<(), E>,
+) -> Result<(), E> {
+    for _ in 0..policy.spins {
+        if ready() {
+            return Ok(());
+        }
+        std::hint::spin_loop();
+    }
+    wait_slowly(bell, policy, ready, check)
+}
+
+#[cold]
+fn wait_slowly<E>(
+    bell: &Bell,
+    policy: WaitPolicy,
+    mut ready: impl FnMut() -> bool,
+    mut check: impl FnMut() -> Result<(), E>,
+) -> Result<(), E> {
+    for _ in 0..policy.yields {
+        if ready() {
+            return Ok(());
+        }
+        std::thread::yield_now();
+    }
+    let mut last_check: Option<Instant> = None;
+    loop {
+        if ready() {
+            return Ok(());
+        }
+        // Bells may ring often for others' steps; deaths are looked for on the clock, not per wake-up.
+        if last_check.is_none_or(|t| t.elapsed() >= crate::limits::NAP / 2) {
+            check()?;
+            last_check = Some(Instant::now());
+        }
+        bell.sleep(crate::limits::NAP, &mut ready);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn a_sleeper_is_woken_by_a_ring() {
+        let shared = Arc::new((Bell::default(), AtomicBool::new(false)));
+        let other = shared.clone();
+        let t = std::thread::spawn(move || {
+            let policy = WaitPolicy { spins: 1, yields: 1 };
+            wait::<()>(&other.0, policy, || other.1.load(Ordering::Acquire), || Ok(()))
+        });
+        while shared.0.sleeping.load(Ordering::SeqCst) == 0 {
+            std::thread::yield_now();
+        }
+        shared.1.store(true, Ordering::Release);
+        publish_fence();
+        shared.0.ring_if_sleeping();
+        assert_eq!(t.join().unwrap(), Ok(()));
+    }
+
+    #[test]
+    fn a_wait_that_never_gets_ready_ends_when_the_check_says_so() {
+        let mut looks = 0;
+        let r = wait(&Bell::default(), WaitPolicy { spins: 3, yields: 3 }, || false, || {
+            looks += 1;
+            if looks == 3 { Err("enough") } else { Ok(()) }
+        });
+        assert_eq!(r, Err("enough"));
+        assert_eq!(looks, 3);
+    }
+
+    #[test]
+    fn more_ranks_than_cores_spin_less() {
+        assert!(WaitPolicy::for_ranks(4, 2).spins < WaitPolicy::for_ranks(2, 2).spins);
+    }
+}

@@ -1,0 +1,88 @@
+//! The system's sockets behind [`Sockets`], for native tests.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use super::Sockets;
+use super::wire::Address;
+use crate::fail::{Code, Failure};
+
+#[derive(Debug)]
+pub(crate) struct StdSockets;
+
+pub(crate) fn loopback() -> Address {
+    let mut b = [0; 28];
+    b[0] = 2;
+    b[4..8].copy_from_slice(&[127, 0, 0, 1]);
+    Address(b)
+}
+
+fn system(a: &Address) -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::new(a.0[4], a.0[5], a.0[6], a.0[7]), a.port()))
+}
+
+fn fail(e: &std::io::Error) -> Failure {
+    let late = matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut);
+    Failure::new(if late { Code::Timeout } else { Code::Closed }, e.to_string())
+}
+
+impl Sockets for StdSockets {
+    type Listener = TcpListener;
+    type Conn = TcpStream;
+
+    fn listen(&self, at: &Address, _: u32) -> Result<TcpListener, Failure> {
+        let l = TcpListener::bind(system(at)).map_err(|e| fail(&e))?;
+        l.set_nonblocking(true).map_err(|e| fail(&e))?;
+        Ok(l)
+    }
+
+    fn local(&self, l: &TcpListener) -> Result<Address, Failure> {
+        Ok(loopback().with_port(l.local_addr().map_err(|e| fail(&e))?.port()))
+    }
+
+    fn accept(&self, l: &TcpListener, ms: u32) -> Result<TcpStream, Failure> {
+        let until = Instant::now() + Duration::from_millis(u64::from(ms));
+        loop {
+            match l.accept() {
+                Ok((s, _)) => {
+                    s.set_nonblocking(false).map_err(|e| fail(&e))?;
+                    return Ok(s);
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Err(e) => return Err(fail(&e)),
+            }
+        }
+    }
+
+    fn connect(&self, to: &Address, ms: u32) -> Result<TcpStream, Failure> {
+        let until = Instant::now() + Duration::from_millis(u64::from(ms));
+        loop {
+            match TcpStream::connect(system(to)) {
+                Ok(s) => return Ok(s),
+                Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+                Err(e) => return Err(Failure::new(Code::Timeout, e.to_string())),
+            }
+        }
+    }
+
+    fn send(&self, mut c: &TcpStream, data: &[u8], ms: u32) -> Result<(), Failure> {
+        c.set_write_timeout(Some(Duration::from_millis(u64::from(ms)))).map_err(|e| fail(&e))?;
+        c.write_all(data).map_err(|e| fail(&e))
+    }
+
+    fn recv(&self, mut c: &TcpStream, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
+        c.set_read_timeout(Some(Duration::from_millis(u64::from(ms)))).map_err(|e| fail(&e))?;
+        let mut b = vec![0; bytes];
+        c.read_exact(&mut b).map_err(|e| fail(&e))?;
+        Ok(b)
+    }
+
+    fn now_ms(&self) -> u64 {
+        use std::sync::OnceLock;
+        static START: OnceLock<Instant> = OnceLock::new();
+        START.get_or_init(Instant::now).elapsed().as_millis() as u64
+    }
+}

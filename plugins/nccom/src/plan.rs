@@ -1,0 +1,393 @@
+//! What this library keeps of each communicator, keyed by the communicator's id: its *plan*. No byte of tensor data is ever
+//! here, and whatever must survive this instance is the host's.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::bindings::exports::neuron::nccom::collectives::NeuronDeviceInfo;
+use crate::bindings::neuron::hw::objects::{Communicator, Connector};
+use crate::bindings::neuron::hw::{clock, identity, links, random, rendezvous, sockets, tasks};
+use crate::bindings::neuron::nrt::{nec, nrt};
+use crate::bootstrap::group::{Group, Join};
+use crate::bootstrap::root::{Duty, serve, serve_local};
+use crate::bootstrap::wire::{Address, RootId, parse_root_id, u32_at, u64_at};
+use crate::connect::{self, Edge};
+use crate::fail::{Code, Failure, invalid};
+use crate::host::{HostLinks, HostMachine, HostSockets, granted_file, info, interface, socket_timeout, var, warn};
+use crate::peers::{PeerRecord, RECORD_BYTES, host_hash, pid_hash};
+use crate::rings::{self, Channels, Layout, Pods, Ring, TopoRanks};
+use crate::search;
+use crate::topo::{self, Machine, RankInfo, System};
+
+/// Schema of the exported state.
+pub(crate) const STATE_SCHEMA: u32 = 1;
+const STATE_MAGIC: u32 = 0x316e_6c70;
+
+/// One communicator's plan.
+pub(crate) struct Plan {
+    pub rank: usize,
+    pub nranks: usize,
+    pub cluster_id: u64,
+    pub epoch: i64,
+    dev: i32,
+    /// Bootstrap connections; absent after this plan was taken over from another instance.
+    pub group: Option<Group<HostSockets>>,
+    pub records: Vec<PeerRecord>,
+    ranks: Vec<RankInfo>,
+    machine: HostMachine,
+    pub system: System,
+    layout: Layout,
+    pods: Pods,
+    pub channels: Option<Channels>,
+    cycles: Vec<Vec<i32>>,
+    pub connectors: BTreeMap<Edge, Connector>,
+    timeout_ms: u32,
+}
+
+fn failed(e: impl std::fmt::Display) -> Failure {
+    Failure::new(Code::Failure, e.to_string())
+}
+
+/// Starts a flat root for `nranks` ranks on this machine's interface; answers the id (slot 1).
+pub(crate) fn unique_id(nranks: i32) -> Result<[u8; 128], Failure> {
+    let n = u32::try_from(nranks).ok().filter(|n| *n > 0).ok_or_else(|| invalid(format!("a group of {nranks} ranks cannot be")))?;
+    let ms = socket_timeout()?;
+    start_root(&interface(None)?, n, ms).map(|a| a.to_id())
+}
+
+/// Listens at `at` and moves the listener to a root task.
+fn start_root(at: &Address, nranks: u32, ms: u32) -> Result<Address, Failure> {
+    // The count is a value beside the status, never the status itself (C-02).
+    nrt::nrt_get_total_vnc_count().map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
+    let listener = sockets::listen(&at.0, ms).map_err(|s| Failure::from(s).during(&format!("starting the bootstrap root at {at}")))?;
+    let real = Address::from_slice(&sockets::local_address(&listener))?;
+    let state = [nranks.to_le_bytes(), ms.to_le_bytes()].concat();
+    tasks::spawn("root", &state, Some(listener))?;
+    Ok(real)
+}
+
+/// Body of a background task.
+pub(crate) fn run_task(kind: &str, state: &[u8], listener: Option<crate::bindings::neuron::hw::objects::Listener>) -> Result<(), Failure> {
+    let listener = listener.ok_or_else(|| invalid(format!("task {kind} needs a listener")))?;
+    match (kind, state.len()) {
+        ("root", 8) => {
+            let duty = Duty { nranks: u32_at(state, 0), timeout_ms: u32_at(state, 4) };
+            serve(&HostSockets, &listener, duty, random::get_u64(), clock::wall_seconds())
+        }
+        ("local-root", 44) => {
+            let duty = Duty { nranks: u32_at(state, 0), timeout_ms: u32_at(state, 4) };
+            let root = Address::from_slice(&state[16..44])?;
+            serve_local(&HostSockets, &listener, &root, u32_at(state, 8), u32_at(state, 12), duty)
+        }
+        _ => Err(invalid(format!("there is no task `{kind}` with a state of {} bytes", state.len()))),
+    }
+}
+
+/// What an init entry was given.
+pub(crate) struct Init<'a> {
+    pub rank: i32,
+    pub nranks: i32,
+    pub dev: &'a NeuronDeviceInfo,
+    /// Global: the root's address as text. Else the shared id.
+    pub root: Result<Option<&'a str>, &'a [u8]>,
+}
+
+/// `ncclCommInitRank`: bootstrap, peer records, topology. The graph is not built here (INV-55).
+pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
+    let ms = socket_timeout()?;
+    let nranks = usize::try_from(i.nranks).unwrap_or(0);
+    let Some(rank) = usize::try_from(i.rank).ok().filter(|r| *r < nranks) else {
+        return Err(invalid(format!("Invalid rank requested : {}/{}", i.rank, i.nranks)));
+    };
+    info("NCCL version 2.31.24+nrt2.0");
+    let vnc = nrt::nrt_get_total_vnc_count().map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
+    let global = i.root.is_ok();
+    // Root and ranks choose by the same rule (INV-23, C-02).
+    let hierarchical = global && nranks > vnc as usize;
+    let (id, root) = match i.root {
+        Err(id) => (id.to_vec(), Address::of_id(id)?),
+        Ok(root) => {
+            let root = global_root(root, rank, nranks, ms)?;
+            (root.to_id().to_vec(), root)
+        }
+    };
+    let here = interface(Some(&root))?;
+    let mut at = root;
+    if hierarchical {
+        at = local_root(&id, &root, &here, rank, nranks, vnc, ms)?;
+    }
+    let hash = if global { Some(hash_tag()?) } else { None };
+    let join = Join { root: at, interface: here, rank, nranks, hash, timeout_ms: ms };
+    let group = Group::join(&HostSockets, &join)?;
+    let mine = record(i.dev, rank, &id)?;
+    let all = group.all_gather(&HostSockets, &mine.encode(), "initTransportRank AllGather1")?;
+    let records: Vec<PeerRecord> =
+        all.chunks(RECORD_BYTES).enumerate().map(|(r, b)| PeerRecord::decode(b, r)).collect::<Result<_, _>>()?;
+    let comm = Communicator::create(i.rank, i.nranks)?;
+    let head = Head { rank, nranks, cluster_id: group.cluster_id, epoch: group.epoch, dev: i.dev.nec_dev_id };
+    let plan = Plan::of_records(head, records, Some(group), ms)?;
+    Ok((comm, plan))
+}
+
+/// The address of a global group's root; rank 0 starts it (INV-22).
+fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Result<Address, Failure> {
+    let text = match text.filter(|t| !t.is_empty()) {
+        Some(t) => t,
+        None if nranks == 1 => return start_root(&interface(None)?, 1, ms),
+        None => return Err(invalid("COMM_ID must be specified: set NEURON_RT_ROOT_COMM_ID to <host>:<port> of rank 0, the same on all ranks")),
+    };
+    info(&format!("Root comm ID set by environment to {text}"));
+    let root = match parse_root_id(text)? {
+        RootId::Address(a) => a,
+        RootId::Name(host, port) => {
+            let found = sockets::resolve(&host, port, ms)?;
+            let first = found.first().ok_or_else(|| invalid(format!("host name {host} has no address")))?;
+            Address::from_slice(first)?
+        }
+    };
+    if root.port() == 0 {
+        return Err(invalid(format!("Invalid Comm Id [{text}]: the port must not be 0, every rank has to know it")));
+    }
+    if rank == 0 {
+        start_root(&root, nranks as u32, ms)?;
+    }
+    Ok(root)
+}
+
+/// The server's local root: started by its first rank, found by the others under the id. Servers hold blocks of `vnc` ranks.
+fn local_root(id: &[u8], root: &Address, here: &Address, rank: usize, nranks: usize, vnc: u32, ms: u32) -> Result<Address, Failure> {
+    let per = vnc as usize;
+    let (node, first) = (rank / per, rank / per * per);
+    let name = format!("local-root-{node}");
+    if rank == first {
+        let listener = sockets::listen(&here.with_port(0).0, ms)?;
+        let real = sockets::local_address(&listener);
+        let count = per.min(nranks - first) as u32;
+        let mut state = Vec::with_capacity(44);
+        for word in [nranks as u32, ms, first as u32, count] {
+            state.extend_from_slice(&word.to_le_bytes());
+        }
+        state.extend_from_slice(&root.0);
+        tasks::spawn("local-root", &state, Some(listener))?;
+        rendezvous::publish(id, &name, &real)?;
+    }
+    Address::from_slice(&rendezvous::lookup(id, &name, ms)?)
+}
+
+/// 8 bytes of the library's git hash (cleared by its probe, C-12), 8 of the runtime's (bootstrap 6).
+fn hash_tag() -> Result<[u8; 16], Failure> {
+    let version = nrt::nrt_get_version()?;
+    let mut tag = [0; 16];
+    for (to, b) in tag[8..].iter_mut().zip(version.git_hash.bytes()) {
+        *to = b;
+    }
+    Ok(tag)
+}
+
+fn record(dev: &NeuronDeviceInfo, rank: usize, id: &[u8]) -> Result<PeerRecord, Failure> {
+    if dev.nec_dev_id < 0 {
+        return Err(Failure::new(Code::Uninitialized, "Neuron core ID of calling thread is uninitialized"));
+    }
+    let family = HostMachine { dev: dev.nec_dev_id }.family().map_err(failed)?;
+    let bdf = nec::nec_get_device_pci_bdf(dev.mla_idx)
+        .map_err(|e| Failure::new(Code::Failure, format!("the PCI address of accelerator {} is not known ({e})", dev.mla_idx)))?;
+    let bus_id = u64::from(bdf.domain) << 20 | u64::from(bdf.bus) << 12 | u64::from(bdf.slot) << 4 | u64::from(bdf.func);
+    let pod_type = dev.pod_type as u32;
+    Ok(PeerRecord {
+        rank: rank as i32,
+        dev: dev.nec_dev_id,
+        host_hash: host_hash(&identity::host(), id, dev.virtual_server_id),
+        pid_hash: pid_hash(&identity::process(), id),
+        shm_dev: identity::shm_device(),
+        bus_id,
+        rid: dev.routing_id,
+        tpb_idx: dev.tpb_idx,
+        pod_id: dev.pod_id,
+        pod_type,
+        comm: 0,
+        comp_cap: family.generation() as i32,
+        host_device_id: dev.host_device_id,
+        mla_idx: dev.mla_idx,
+        pod_node_id: if pod_type == 0 { -1 } else { dev.pod_node_id as i32 },
+    })
+}
+
+/// What a plan begins with, whether from a bootstrap or from another instance.
+struct Head {
+    rank: usize,
+    nranks: usize,
+    cluster_id: u64,
+    epoch: i64,
+    dev: i32,
+}
+
+impl Plan {
+    /// Everything that follows from the records: device maps, topology, layout, pods.
+    fn of_records(h: Head, records: Vec<PeerRecord>, group: Option<Group<HostSockets>>, ms: u32) -> Result<Plan, Failure> {
+        let me = records[h.rank];
+        let ranks: Vec<RankInfo> = records.iter().map(PeerRecord::rank_info).collect();
+        let mut accelerators: BTreeMap<i32, i32> = BTreeMap::new();
+        for r in records.iter().filter(|r| r.same_node(&me)) {
+            accelerators.insert(r.mla_idx, r.host_device_id);
+        }
+        let (mla, hosts): (Vec<i32>, Vec<i32>) = accelerators.into_iter().unzip();
+        nec::nec_build_port_and_rid_map(h.dev, &mla, &hosts)
+            .map_err(|s| Failure::from(s).during("building the port and routing-id maps"))?;
+        let machine = HostMachine { dev: h.dev };
+        let topo_file = granted_file("NCCL_TOPO_FILE")?;
+        let (system, xml) = topo::discover(&machine, &ranks, h.rank as i32, &var, topo_file.as_deref()).map_err(|e| {
+            let from = topo_file.as_ref().map_or(String::new(), |_| format!(" (NCCL_TOPO_FILE={})", var("NCCL_TOPO_FILE").unwrap_or_default()));
+            Failure::new(Code::Invalid, format!("topology discovery failed{from}: {e}"))
+        })?;
+        if h.rank == 0 && var("NCCL_TOPO_DUMP_FILE").is_some() {
+            crate::bindings::neuron::hw::files::write("NCCL_TOPO_DUMP_FILE", xml.as_bytes())?;
+        }
+        let family = machine.family().map_err(failed)?;
+        let layout = Layout::of_ranks(&ranks).map_err(failed)?;
+        let peer = |node: i32| nec::nec_get_p2p_pod_peer_node(h.dev as u32, node, 1).ok();
+        let pods = rings::pods(&layout, &ranks, family, me.pod_type, &peer).map_err(failed)?;
+        pods.log.iter().for_each(|l| info(l));
+        Ok(Plan {
+            rank: h.rank,
+            nranks: h.nranks,
+            cluster_id: h.cluster_id,
+            epoch: h.epoch,
+            dev: h.dev,
+            group,
+            records,
+            ranks,
+            machine,
+            system,
+            layout,
+            pods,
+            channels: None,
+            cycles: Vec::new(),
+            connectors: BTreeMap::new(),
+            timeout_ms: ms,
+        })
+    }
+
+    /// `neuronBuildGraphComm`: search, preset, the 960-byte exchange, postset, connect the rings (INV-55).
+    pub fn build_graph(&mut self, comm: &Communicator) -> Result<(), Failure> {
+        if self.channels.is_some() {
+            return Ok(());
+        }
+        let graph_file = granted_file(search::GRAPH_FILE)?;
+        let outcome = search::compute(&self.system, &var, graph_file.as_deref(), search::RUNTIME_NAME).map_err(|e| {
+            let from = graph_file.as_ref().map_or(String::new(), |_| format!(" ({}={})", search::GRAPH_FILE, var(search::GRAPH_FILE).unwrap_or_default()));
+            Failure::new(Code::Failure, format!("the ring search failed{from}: {e}"))
+        })?;
+        outcome.log.iter().for_each(|l| info(l));
+        let family = self.machine.family().map_err(failed)?;
+        let (mine, _) = rings::preset(&outcome.graph, self.rank as i32, family).map_err(failed)?;
+        let all = self.group()?.all_gather(&HostSockets, &mine.encode(), "ncclTopoPostset")?;
+        let fragments: Vec<TopoRanks> =
+            all.chunks(rings::TOPO_RANKS_BYTES).map(TopoRanks::decode).collect::<Result<_, _>>().map_err(failed)?;
+        let channels = rings::postset(&fragments, &self.layout, &self.pods.order, family, self.rank as i32).map_err(failed)?;
+        let mut log = Vec::new();
+        self.cycles = search::fork::mla_cycles(&self.system, &mut log);
+        log.iter().for_each(|l| info(l));
+        if self.nranks > 1 {
+            let edges = connect::ring_edges(self.rank, channels.rings.iter().map(|r| (r.prev, r.next)));
+            self.connect(comm, &edges)?;
+        }
+        let p2p = search::p2p_channels(&self.system, channels.rings.len());
+        info(&format!("Numbers of channels set to {}", p2p.channels));
+        self.channels = Some(channels);
+        Ok(())
+    }
+
+    /// `neuronExpandConnectivity`: every pair of ranks (our reading of both kinds), once.
+    pub fn expand(&mut self, comm: &Communicator) -> Result<(), Failure> {
+        let wanted = connect::mesh_edges(self.rank, self.nranks);
+        // Both sides must ask for the same edges, so none is left out because it is connected already.
+        self.connect(comm, &wanted)
+    }
+
+    fn connect(&mut self, comm: &Communicator, edges: &BTreeSet<Edge>) -> Result<(), Failure> {
+        let Plan { group, records, system, machine, .. } = self;
+        let Some(group) = group else { return Err(taken_over()) };
+        let (rank, nranks) = (group.rank, group.nranks);
+        let mut links = HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms: self.timeout_ms };
+        let made = connect::run(&mut links, rank, nranks, edges)?;
+        self.connectors.extend(made);
+        Ok(())
+    }
+
+    /// The bootstrap connections.
+    pub fn group(&mut self) -> Result<&mut Group<HostSockets>, Failure> {
+        self.group.as_mut().ok_or_else(taken_over)
+    }
+
+    /// `neuronGetCommInfo`.
+    pub fn comm_info(&self, want_peers: bool) -> Result<rings::CommInfo, Failure> {
+        let channels = self.channels.as_ref();
+        rings::comm_info(self.rank as i32, &self.ranks, &self.layout, &self.pods, channels, &self.cycles, want_peers).map_err(failed)
+    }
+
+    /// The CPUs near this rank's device, from the topology.
+    pub fn near_cpus(&self) -> Result<Vec<u64>, Failure> {
+        self.system.affinity(self.rank as i32).map(|m| m.0.to_vec()).map_err(failed)
+    }
+
+    /// The plan as bytes: head, records, rings.
+    pub fn export(&self) -> Result<Vec<u8>, Failure> {
+        let channels = self.channels.as_ref().ok_or_else(|| Failure::new(Code::Uninitialized, "the graph is not built yet"))?;
+        let mut b = Vec::new();
+        for word in [STATE_MAGIC, self.rank as u32, self.nranks as u32, self.dev as u32] {
+            b.extend_from_slice(&word.to_le_bytes());
+        }
+        b.extend_from_slice(&self.cluster_id.to_le_bytes());
+        b.extend_from_slice(&self.epoch.to_le_bytes());
+        b.extend_from_slice(&(channels.rings.len() as u32).to_le_bytes());
+        b.extend_from_slice(&self.timeout_ms.to_le_bytes());
+        for r in &self.records {
+            b.extend_from_slice(&r.encode());
+        }
+        for ring in &channels.rings {
+            b.push(u8::from(ring.duplicate));
+            for r in &ring.user_ranks {
+                b.extend_from_slice(&r.to_le_bytes());
+            }
+        }
+        Ok(b)
+    }
+
+    /// A plan from another instance's bytes. Bootstrap connections do not come along; links do, they are the host's.
+    pub fn import(comm: &Communicator, schema: u32, b: &[u8]) -> Result<Plan, Failure> {
+        let bad = |what: &str| invalid(format!("the state of another instance cannot be taken over: {what}"));
+        if schema != STATE_SCHEMA {
+            return Err(bad(&format!("schema {schema}, {STATE_SCHEMA} is read")));
+        }
+        if b.len() < 40 || u32_at(b, 0) != STATE_MAGIC {
+            return Err(bad("no valid header"));
+        }
+        let (rank, nranks, nrings) = (u32_at(b, 4) as usize, u32_at(b, 8) as usize, u32_at(b, 32) as usize);
+        let ring_bytes = nranks.saturating_mul(4).saturating_add(1);
+        let need = nranks.saturating_mul(RECORD_BYTES).saturating_add(nrings.saturating_mul(ring_bytes)).saturating_add(40);
+        if rank >= nranks || nrings > 32 || b.len() != need {
+            return Err(bad(&format!("rank {rank} of {nranks}, {nrings} rings, {} bytes", b.len())));
+        }
+        let (head, rest) = b[40..].split_at(nranks * RECORD_BYTES);
+        let records = head.chunks(RECORD_BYTES).enumerate().map(|(r, b)| PeerRecord::decode(b, r)).collect::<Result<Vec<_>, _>>()?;
+        let h = Head { rank, nranks, cluster_id: u64_at(b, 16), epoch: u64_at(b, 24) as i64, dev: u32_at(b, 12) as i32 };
+        let mut plan = Plan::of_records(h, records, None, u32_at(b, 36))?;
+        let mut all = Vec::with_capacity(nrings);
+        for ring in rest.chunks(ring_bytes) {
+            let user_ranks: Vec<i32> = ring[1..].chunks(4).map(|w| u32_at(w, 0) as i32).collect();
+            let (prev, next) = (user_ranks[nranks - 1], user_ranks[1 % nranks]);
+            all.push(Ring { prev, next, user_ranks, duplicate: ring[0] != 0 });
+        }
+        for e in connect::ring_edges(rank, all.iter().map(|r| (r.prev, r.next))) {
+            let c = links::connect(comm, e.peer as i32, e.channel, e.is_send, &[], plan.timeout_ms)?;
+            plan.connectors.insert(e, c);
+        }
+        plan.channels = Some(Channels { rings: all, kangaring: Vec::new() });
+        Ok(plan)
+    }
+}
+
+fn taken_over() -> Failure {
+    let text = "this plan was taken over from another instance, and bootstrap connections do not come along: use the links that exist";
+    warn(text);
+    Failure::new(Code::Uninitialized, text)
+}

@@ -1,0 +1,59 @@
+//! Shared by the test binaries: a world of ranks as threads of this process, each with a runtime of its own, as separate
+//! programs would have.
+#![allow(dead_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use host_runtime::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
+
+/// A configuration for tests: loopback only, short deadlines, little device memory.
+pub fn config() -> RuntimeConfig {
+    let mut c = RuntimeConfig { timeout: Duration::from_secs(20), hbm_bytes: 1 << 30, ..RuntimeConfig::default() };
+    assert!(c.plugin.is_some(), "target/plugins/nccom.wasm is missing: run `cargo xtask guests` (cargo xtask test does)");
+    c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "15000".into());
+    c
+}
+
+/// A port of the loopback interface that was free a moment ago.
+pub fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Runs `f` on every rank of a global group and answers the results in rank order. A rank that panics fails the test.
+pub fn world<R: Send + 'static>(
+    n: usize,
+    config: &RuntimeConfig,
+    f: impl Fn(Communicator) -> R + Send + Sync + 'static,
+) -> Vec<R> {
+    let root = format!("127.0.0.1:{}", free_port());
+    let f = Arc::new(f);
+    let threads: Vec<_> = (0..n)
+        .map(|rank| {
+            let (f, config, root) = (f.clone(), config.clone(), root.clone());
+            std::thread::Builder::new()
+                .name(format!("rank-{rank}"))
+                .spawn(move || {
+                    let runtime = Runtime::open(config).unwrap();
+                    if let Some(e) = runtime.load_error() {
+                        panic!("{}", e.sentinel);
+                    }
+                    let comm = runtime.init_comm(CommOptions::with_root(root, rank, n)).unwrap_or_else(|e| panic!("rank {rank}: {e}"));
+                    f(comm)
+                })
+                .unwrap()
+        })
+        .collect();
+    threads.into_iter().map(|t| t.join().unwrap()).collect()
+}
+
+/// fp32 values as bytes.
+pub fn bytes_of(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+/// Bytes as fp32 values.
+pub fn values_of(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+}
