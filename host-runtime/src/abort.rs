@@ -19,7 +19,8 @@ struct Inner {
 impl AbortToken {
     /// A switch that is off.
     pub fn new() -> std::io::Result<AbortToken> {
-        let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK)?;
+        let event =
+            rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK)?;
         Ok(AbortToken(Arc::new(Inner {
             flag: AtomicBool::new(false),
             reason: Mutex::default(),

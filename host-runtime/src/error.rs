@@ -58,7 +58,9 @@ pub enum Error {
         causes: Vec<String>,
     },
     /// A library entry was called from inside a callback (INV-10).
-    #[error("{entry} of plugin {plugin} was called from inside one of its own callbacks; a nec_* or nrt_* callback must never enter the library (INV-10)")]
+    #[error(
+        "{entry} of plugin {plugin} was called from inside one of its own callbacks; a nec_* or nrt_* callback must never enter the library (INV-10)"
+    )]
     Reentered {
         /// The entry.
         entry: &'static str,

@@ -82,12 +82,15 @@ impl NetLibrary {
         R: Lift + ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
-        let Bound { instance, table } = lock(&self.bound).clone().ok_or("the net plugin is not bound; call bind first")?;
+        let Bound { instance, table } =
+            lock(&self.bound).clone().ok_or("the net plugin is not bound; call bind first")?;
         let index = self
             .library
             .function(&table, name)
             .ok_or_else(|| format!("net plugin {} has no entry `{name}` in ncclNetPlugin_v6", self.library.name))?;
-        instance.typed::<P, R>(&index).map_err(|e| format!("entry `{name}` of net plugin {} has another type: {e}", self.library.name))?;
+        instance
+            .typed::<P, R>(&index)
+            .map_err(|e| format!("entry `{name}` of net plugin {} has another type: {e}", self.library.name))?;
         instance.call::<P, R>(entry, &index, params).map(|r| r.0).map_err(|e| e.to_string())
     }
 }

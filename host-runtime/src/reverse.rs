@@ -108,7 +108,8 @@ impl nec::Host for HostState {
         remote_node: u32,
     ) -> Trap<Result<i32, NrtStatus>> {
         let pod = PodType::from_number(pod_type as u32);
-        let asked = self.tenant.device.pod_node_can_access_peer_node(pod, local_rid, local_node, remote_rid, remote_node);
+        let asked =
+            self.tenant.device.pod_node_can_access_peer_node(pod, local_rid, local_node, remote_rid, remote_node);
         Ok(asked.map(i32::from).map_err(|e| self.fail(Status::INVALID, e.to_string())))
     }
 
@@ -120,25 +121,50 @@ impl nec::Host for HostState {
     }
 
     /// The one reshaped callback: `rank_n` is dropped, size and rank change places (INV-13).
-    fn nec_get_dynamic_send_size_bytes(&mut self, mem: Resource<HostMemObject>, size: u64, dst: i32, _rank_n: i32) -> Trap<u64> {
+    fn nec_get_dynamic_send_size_bytes(
+        &mut self,
+        mem: Resource<HostMemObject>,
+        size: u64,
+        dst: i32,
+        _rank_n: i32,
+    ) -> Trap<u64> {
         let mem = self.table.get(&mem)?.0.clone();
         let asked = enc_get_send_count_size_bytes(&lock(&mem), dst, size);
         asked.or_else(|e| assert_failed("nec_get_dynamic_send_size_bytes", e))
     }
 
-    fn nec_get_dynamic_send_offset_bytes(&mut self, mem: Resource<HostMemObject>, size: u64, dst: i32, n: i32) -> Trap<u64> {
+    fn nec_get_dynamic_send_offset_bytes(
+        &mut self,
+        mem: Resource<HostMemObject>,
+        size: u64,
+        dst: i32,
+        n: i32,
+    ) -> Trap<u64> {
         let mem = self.table.get(&mem)?.0.clone();
         let asked = enc_get_send_offset_bytes(&lock(&mem), size, dst, n);
         asked.or_else(|e| assert_failed("nec_get_dynamic_send_offset_bytes", e))
     }
 
-    fn nec_get_dynamic_recv_offset_bytes(&mut self, mem: Resource<HostMemObject>, size: u64, src: i32, n: i32) -> Trap<u64> {
+    fn nec_get_dynamic_recv_offset_bytes(
+        &mut self,
+        mem: Resource<HostMemObject>,
+        size: u64,
+        src: i32,
+        n: i32,
+    ) -> Trap<u64> {
         let mem = self.table.get(&mem)?.0.clone();
         let asked = enc_get_recv_post_offset_bytes(&lock(&mem), size, src, n);
         asked.or_else(|e| assert_failed("nec_get_dynamic_recv_offset_bytes", e))
     }
 
-    fn nec_set_recv_size_bytes(&mut self, mem: Resource<HostMemObject>, bytes: u64, size: u64, src: i32, n: i32) -> Trap<()> {
+    fn nec_set_recv_size_bytes(
+        &mut self,
+        mem: Resource<HostMemObject>,
+        bytes: u64,
+        size: u64,
+        src: i32,
+        n: i32,
+    ) -> Trap<()> {
         let mem = self.table.get(&mem)?.0.clone();
         let set = enc_set_recv_size_bytes(&lock(&mem), bytes, size, src, n);
         set.or_else(|e| assert_failed("nec_set_recv_size_bytes", e))

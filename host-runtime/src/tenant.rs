@@ -155,7 +155,10 @@ impl Tenant {
     }
 
     /// Registers a communicator's host object, within the quota.
-    pub(crate) fn add_comm(&self, make: impl FnOnce(u64) -> Result<Arc<CommCore>, String>) -> Result<Arc<CommCore>, String> {
+    pub(crate) fn add_comm(
+        &self,
+        make: impl FnOnce(u64) -> Result<Arc<CommCore>, String>,
+    ) -> Result<Arc<CommCore>, String> {
         let mut comms = lock(&self.comms);
         comms.retain(|_, c| c.strong_count() > 0);
         if comms.len() >= self.limits.communicators {

@@ -76,11 +76,7 @@ impl DataType {
     #[must_use]
     pub const fn size(self) -> usize {
         match self {
-            DataType::Int8
-            | DataType::Uint8
-            | DataType::Fp8E3
-            | DataType::Fp8E4
-            | DataType::Fp8E5 => 1,
+            DataType::Int8 | DataType::Uint8 | DataType::Fp8E3 | DataType::Fp8E4 | DataType::Fp8E5 => 1,
             DataType::Int16 | DataType::Uint16 | DataType::Bf16 | DataType::Fp16 => 2,
             DataType::Int32 | DataType::Uint32 | DataType::Fp32 | DataType::Fp32r => 4,
             DataType::Uint64 | DataType::Int64 => 8,
@@ -173,9 +169,7 @@ impl FromStr for DataType {
             "fp8e4" | "f8e4" | "fp8e4m3" | "f8e4m3" | "float8e4m3" | "e4m3" => DataType::Fp8E4,
             "fp8e5" | "f8e5" | "fp8e5m2" | "f8e5m2" | "float8e5m2" | "e5m2" => DataType::Fp8E5,
             _ => {
-                return Err(ParseError::DataType {
-                    given: given.to_owned(),
-                });
+                return Err(ParseError::DataType { given: given.to_owned() });
             }
         })
     }
@@ -201,13 +195,7 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// Every operation.
-    pub const ALL: [ReduceOp; 5] = [
-        ReduceOp::Sum,
-        ReduceOp::Prod,
-        ReduceOp::Max,
-        ReduceOp::Min,
-        ReduceOp::Avg,
-    ];
+    pub const ALL: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min, ReduceOp::Avg];
 
     /// The name that [`Display`](fmt::Display) prints and [`FromStr`] accepts.
     #[must_use]
@@ -243,9 +231,7 @@ impl FromStr for ReduceOp {
             "min" | "minimum" => ReduceOp::Min,
             "avg" | "average" | "mean" => ReduceOp::Avg,
             _ => {
-                return Err(ParseError::ReduceOp {
-                    given: given.to_owned(),
-                });
+                return Err(ParseError::ReduceOp { given: given.to_owned() });
             }
         })
     }
@@ -273,11 +259,7 @@ pub enum ParseError {
 }
 
 fn normalise(name: &str) -> String {
-    name.trim()
-        .chars()
-        .filter(|c| !matches!(c, '_' | '-'))
-        .map(|c| c.to_ascii_lowercase())
-        .collect()
+    name.trim().chars().filter(|c| !matches!(c, '_' | '-')).map(|c| c.to_ascii_lowercase()).collect()
 }
 
 /// The three 8-bit floats of NRT: IEEE 754 formats that differ in where the exponent ends.
@@ -342,16 +324,8 @@ pub(crate) fn decode_small<const E: u32, const M: u32>(code: u32) -> f32 {
     // so that the signed conversion, which has an instruction, is the same.
     let subnormal = (magnitude as i32 as f32 * f32::from_bits((128 - bias(E) - M) << 23)).to_bits();
     let special = F32_INF | (magnitude << (23 - M));
-    let finite = if magnitude < (1 << M) {
-        subnormal
-    } else {
-        normal
-    };
-    let bits = if magnitude >= infinity(E, M) {
-        special
-    } else {
-        finite
-    };
+    let finite = if magnitude < (1 << M) { subnormal } else { normal };
+    let bits = if magnitude >= infinity(E, M) { special } else { finite };
     f32::from_bits(sign | bits)
 }
 
@@ -366,33 +340,17 @@ pub(crate) fn encode_small<const E: u32, const M: u32>(value: f32) -> u32 {
     let magnitude = bits & 0x7FFF_FFFF;
     // Normal: add half a unit less one, and the lowest kept bit; the carry walks into the exponent as it should.
     // Wrapping only matters for values that the selections below discard.
-    let rounded = magnitude
-        .wrapping_add((1 << (drop - 1)) - 1)
-        .wrapping_add((magnitude >> drop) & 1);
+    let rounded = magnitude.wrapping_add((1 << (drop - 1)) - 1).wrapping_add((magnitude >> drop) & 1);
     let normal = rounded.wrapping_sub(rebias) >> drop;
     // Subnormal: next to this power of two the unit of f32 is the unit of our subnormals, so the addition itself
     // rounds.
     let unit = (151 - bias(E) - M) << 23;
-    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(unit))
-        .to_bits()
-        .wrapping_sub(unit);
-    let finite = if magnitude < rebias + (1 << 23) {
-        subnormal
-    } else {
-        normal
-    };
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(unit)).to_bits().wrapping_sub(unit);
+    let finite = if magnitude < rebias + (1 << 23) { subnormal } else { normal };
     // Taking the bias off keeps the order, so that everything too large, infinity included, is above the limit.
-    let clamped = if finite < infinity(E, M) {
-        finite
-    } else {
-        infinity(E, M)
-    };
+    let clamped = if finite < infinity(E, M) { finite } else { infinity(E, M) };
     let code = sign | clamped;
-    if magnitude > F32_INF {
-        infinity(E, M) | (1 << (M - 1))
-    } else {
-        code
-    }
+    if magnitude > F32_INF { infinity(E, M) | (1 << (M - 1)) } else { code }
 }
 
 /// Exponent bias of a format with `exponent_bits`.
@@ -411,16 +369,12 @@ mod tests {
     use proptest::prelude::*;
 
     /// (kind, exponent bits, mantissa bits, bias, largest finite value), written down from the decision record.
-    const KINDS: [(Fp8, u32, u32, i32, f64); 3] = [
-        (Fp8::E3, 3, 4, 3, 15.5),
-        (Fp8::E4, 4, 3, 7, 240.0),
-        (Fp8::E5, 5, 2, 15, 57344.0),
-    ];
+    const KINDS: [(Fp8, u32, u32, i32, f64); 3] =
+        [(Fp8::E3, 3, 4, 3, 15.5), (Fp8::E4, 4, 3, 7, 240.0), (Fp8::E5, 5, 2, 15, 57344.0)];
 
     /// The value of a code by the textbook formula; `None` for a NaN.
     fn by_formula(exponent_bits: u32, mantissa_bits: u32, bias: i32, code: u8) -> Option<f64> {
-        let mantissa =
-            f64::from(code & ((1 << mantissa_bits) - 1)) / f64::from(1u32 << mantissa_bits);
+        let mantissa = f64::from(code & ((1 << mantissa_bits) - 1)) / f64::from(1u32 << mantissa_bits);
         let exponent = (i32::from(code) >> mantissa_bits) & ((1 << exponent_bits) - 1);
         let sign = if code >= 0x80 { -1.0 } else { 1.0 };
         Some(if exponent == 0 {
@@ -456,10 +410,7 @@ mod tests {
         assert_eq!(table.len(), DataType::ALL.len());
         for (name, number, size) in table {
             let dtype = DataType::from_nrt(number).expect("a number of the table");
-            assert_eq!(
-                (dtype.nrt(), dtype.size(), dtype.to_string().as_str()),
-                (number, size, name)
-            );
+            assert_eq!((dtype.nrt(), dtype.size(), dtype.to_string().as_str()), (number, size, name));
         }
         for number in [0, 16, 17, u32::MAX] {
             assert_eq!(DataType::from_nrt(number), None, "number {number}");
@@ -470,10 +421,7 @@ mod tests {
     fn names_are_read_back_and_strangers_refused() {
         for dtype in DataType::ALL {
             assert_eq!(dtype.to_string().parse(), Ok(dtype));
-            assert_eq!(
-                dtype.to_string().to_uppercase().replace('_', "-").parse(),
-                Ok(dtype)
-            );
+            assert_eq!(dtype.to_string().to_uppercase().replace('_', "-").parse(), Ok(dtype));
         }
         for op in ReduceOp::ALL {
             assert_eq!(op.to_string().parse(), Ok(op));
@@ -493,26 +441,11 @@ mod tests {
         }
         for stranger in ["", "double", "fp64", "float8_e4m3fn", "fp8", "int128"] {
             let error = stranger.parse::<DataType>().expect_err(stranger);
-            assert!(
-                error
-                    .to_string()
-                    .starts_with(&format!("`{stranger}` is not a data type")),
-                "{error}"
-            );
+            assert!(error.to_string().starts_with(&format!("`{stranger}` is not a data type")), "{error}");
             // The advice must name every type that exists.
-            assert!(
-                DataType::ALL
-                    .iter()
-                    .all(|dtype| error.to_string().contains(dtype.name())),
-                "{error}"
-            );
+            assert!(DataType::ALL.iter().all(|dtype| error.to_string().contains(dtype.name())), "{error}");
         }
-        assert_eq!(
-            "xor".parse::<ReduceOp>(),
-            Err(ParseError::ReduceOp {
-                given: "xor".to_owned()
-            })
-        );
+        assert_eq!("xor".parse::<ReduceOp>(), Err(ParseError::ReduceOp { given: "xor".to_owned() }));
     }
 
     #[test]
@@ -523,11 +456,7 @@ mod tests {
                 let value = kind.decode(code);
                 match by_formula(e, m, bias, code) {
                     Some(expected) => {
-                        assert_eq!(
-                            f64::from(value).to_bits(),
-                            expected.to_bits(),
-                            "{kind:?} {code:#x}"
-                        );
+                        assert_eq!(f64::from(value).to_bits(), expected.to_bits(), "{kind:?} {code:#x}");
                         assert_eq!(kind.encode(value), code, "{kind:?} {code:#x}");
                         if expected.is_finite() {
                             seen_largest = seen_largest.max(expected);
@@ -550,10 +479,7 @@ mod tests {
         for code in 0..=255u8 {
             let half = half::f16::from_bits(u16::from(code) << 8).to_f32();
             let ours = Fp8::E5.decode(code);
-            assert!(
-                half.to_bits() == ours.to_bits() || half.is_nan() && ours.is_nan(),
-                "{code:#x}"
-            );
+            assert!(half.to_bits() == ours.to_bits() || half.is_nan() && ours.is_nan(), "{code:#x}");
         }
     }
 
@@ -571,24 +497,11 @@ mod tests {
                     by_formula(e, m, bias, high).expect("finite")
                 };
                 let middle = ((a + b) / 2.0) as f32;
-                assert_eq!(
-                    f64::from(middle),
-                    (a + b) / 2.0,
-                    "the midpoint is exact in f32"
-                );
+                assert_eq!(f64::from(middle), (a + b) / 2.0, "the midpoint is exact in f32");
                 let even = if low % 2 == 0 { low } else { high };
-                for (value, expected) in [
-                    (middle, even),
-                    (middle.next_up(), high),
-                    (middle.next_down(), low),
-                ] {
+                for (value, expected) in [(middle, even), (middle.next_up(), high), (middle.next_down(), low)] {
                     assert_eq!(kind.encode(value), expected, "{kind:?} {value:e}");
-                    assert_eq!(
-                        kind.encode(-value),
-                        expected | 0x80,
-                        "{kind:?} {:e}",
-                        -value
-                    );
+                    assert_eq!(kind.encode(-value), expected | 0x80, "{kind:?} {:e}", -value);
                 }
             }
             // Overflow: the midpoint above the largest value is the first to become an infinity.
@@ -601,11 +514,7 @@ mod tests {
             }
             // Underflow keeps the sign of zero.
             for value in [0.0, f32::from_bits(1), f32::MIN_POSITIVE] {
-                assert_eq!(
-                    (kind.encode(value), kind.encode(-value)),
-                    (0, 0x80),
-                    "{kind:?} {value:e}"
-                );
+                assert_eq!((kind.encode(value), kind.encode(-value)), (0, 0x80), "{kind:?} {value:e}");
             }
         }
     }
@@ -615,15 +524,8 @@ mod tests {
         for code in 0..=0xFFFFu16 {
             let ours = decode_small::<5, 10>(u32::from(code));
             let theirs = half::f16::from_bits(code).to_f32();
-            assert!(
-                ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(),
-                "{code:#x}"
-            );
-            let back = if theirs.is_nan() {
-                0x7E00
-            } else {
-                u32::from(code)
-            };
+            assert!(ours.to_bits() == theirs.to_bits() || ours.is_nan() && theirs.is_nan(), "{code:#x}");
+            let back = if theirs.is_nan() { 0x7E00 } else { u32::from(code) };
             assert_eq!(encode_small::<5, 10>(theirs), back, "{code:#x}");
         }
     }

@@ -20,7 +20,9 @@ pub struct Hbm {
 #[derive(Debug, thiserror::Error)]
 pub enum HbmError {
     /// The arena has no gap of that size.
-    #[error("device memory is full: {wanted} bytes wanted, largest free piece {largest}, {used} of {capacity} bytes in use; free tensors or open the runtime with more HBM per core")]
+    #[error(
+        "device memory is full: {wanted} bytes wanted, largest free piece {largest}, {used} of {capacity} bytes in use; free tensors or open the runtime with more HBM per core"
+    )]
     Full {
         /// Bytes asked for.
         wanted: u64,

@@ -17,7 +17,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::socket_peercred;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
 
 use crate::limits::{LINK_HELLO, MAX_GRANTS};
 use crate::segment::{Segment, SegmentError};
@@ -74,7 +76,9 @@ pub enum LinkError {
     #[error("the peer refused the link: {0}")]
     Refused(&'static str),
     /// The owner is gone or does not answer.
-    #[error("the peer that owns the memory does not answer: {0}; its process has ended or runs in another network namespace")]
+    #[error(
+        "the peer that owns the memory does not answer: {0}; its process has ended or runs in another network namespace"
+    )]
     Gone(std::io::Error),
     /// Too many grants.
     #[error("{MAX_GRANTS} links are open in this process; free communicators first")]
@@ -214,7 +218,8 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
 }
 
 fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
-    let cred = socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
+    let cred =
+        socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
     let me = rustix::process::geteuid();
     if cred.uid != me && !cred.uid.is_root() {
         return Err(LinkError::Refused("it is another user's process"));
@@ -268,7 +273,8 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     }
     let addr = SocketAddr::from_abstract_name(&ipc[33..33 + len]).map_err(sys("naming the peer's link socket"))?;
     let mut stream = UnixStream::connect_addr(&addr).map_err(LinkError::Gone)?;
-    let cred = socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
+    let cred =
+        socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
     let me = rustix::process::geteuid();
     if cred.uid != me && !cred.uid.is_root() {
         return Err(LinkError::Refused("the owner is another user's process"));
@@ -287,7 +293,12 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     while got < out.len() {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let r = rustix::net::recvmsg(stream.as_fd(), &mut [IoSliceMut::new(&mut out[got..])], &mut control, RecvFlags::CMSG_CLOEXEC);
+        let r = rustix::net::recvmsg(
+            stream.as_fd(),
+            &mut [IoSliceMut::new(&mut out[got..])],
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        );
         let n = match r {
             Ok(m) => m.bytes,
             Err(rustix::io::Errno::INTR) => continue,
@@ -311,16 +322,20 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     match word(4) {
         0 => {}
         2 => return Err(LinkError::Refused("the memory belongs to another tenant")),
-        _ => return Err(LinkError::Refused("the token is not or no longer valid; the peer has freed its communicator")),
+        _ => {
+            return Err(LinkError::Refused("the token is not or no longer valid; the peer has freed its communicator"));
+        }
     }
-    let [control, hbm]: [OwnedFd; 2] =
-        fds.try_into().map_err(|_| LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"))?;
+    let [control, hbm]: [OwnedFd; 2] = fds
+        .try_into()
+        .map_err(|_| LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"))?;
     let pid = cred.pid;
     let pidfd = if pid == rustix::process::getpid() {
         None
     } else {
         Some(
-            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map_err(|e| LinkError::Gone(e.into()))?,
+            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())
+                .map_err(|e| LinkError::Gone(e.into()))?,
         )
     };
     Ok(Mapped {

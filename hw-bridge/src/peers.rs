@@ -231,7 +231,10 @@ impl Control {
     /// Views a peer's, after checking that it is one and whose.
     pub fn of_peer(segment: Segment, rank: u32, nranks: u32) -> Result<Control, SegmentError> {
         if segment.len() != CONTROL_BYTES {
-            return Err(SegmentError::Foreign(format!("its control block has {} bytes, {CONTROL_BYTES} expected", segment.len())));
+            return Err(SegmentError::Foreign(format!(
+                "its control block has {} bytes, {CONTROL_BYTES} expected",
+                segment.len()
+            )));
         }
         let c = Control { segment: Arc::new(segment) };
         let ident = &c.block().ident.0;
@@ -241,7 +244,9 @@ impl Control {
         }
         if who != u64::from(rank) | u64::from(nranks) << 32 {
             let (r, n) = (who as u32, who >> 32);
-            return Err(SegmentError::Foreign(format!("it belongs to rank {r} of {n}, expected rank {rank} of {nranks}")));
+            return Err(SegmentError::Foreign(format!(
+                "it belongs to rank {r} of {n}, expected rank {rank} of {nranks}"
+            )));
         }
         Ok(c)
     }

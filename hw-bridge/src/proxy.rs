@@ -91,7 +91,9 @@ pub enum ProxyError {
         why: String,
     },
     /// There is no network here.
-    #[error("the network operations of block {block} cannot be started: this communicator has no network connector; every rank is on one server, or no net plugin is bound")]
+    #[error(
+        "the network operations of block {block} cannot be started: this communicator has no network connector; every rank is on one server, or no net plugin is bound"
+    )]
     NoPath {
         /// The basic block.
         block: u32,
@@ -293,7 +295,11 @@ impl Queue {
     }
 
     /// One pass; whether anything was posted or completed.
-    fn step(&mut self, path: &mut dyn NetPath, registers: &HashMap<u64, Arc<IncrementRegister>>) -> Result<bool, String> {
+    fn step(
+        &mut self,
+        path: &mut dyn NetPath,
+        registers: &HashMap<u64, Arc<IncrementRegister>>,
+    ) -> Result<bool, String> {
         let side = usize::from(!self.send);
         let store = |id: u64, amount: u32| {
             if let Some(r) = registers.get(&id) {

@@ -23,7 +23,9 @@ pub struct Segment {
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
     /// The kernel refused one of the steps.
-    #[error("{step} of a {bytes}-byte memory region failed: {source}; check the limits of open files (ulimit -n), address space (ulimit -v) and memory")]
+    #[error(
+        "{step} of a {bytes}-byte memory region failed: {source}; check the limits of open files (ulimit -n), address space (ulimit -v) and memory"
+    )]
     System {
         /// What was tried.
         step: &'static str,
@@ -33,7 +35,9 @@ pub enum SegmentError {
         source: std::io::Error,
     },
     /// A descriptor from a peer is not what it was said to be.
-    #[error("a memory region received from a peer is not usable: {0}; the peer runs another version or is not a wccl process")]
+    #[error(
+        "a memory region received from a peer is not usable: {0}; the peer runs another version or is not a wccl process"
+    )]
     Foreign(String),
 }
 
@@ -56,8 +60,8 @@ impl Segment {
     /// Maps a descriptor that a peer passed. Refuses one whose size is not `len` or that is not sealed, because an
     /// access to it could fault.
     pub fn from_peer(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
-        let seals =
-            rustix::fs::fcntl_get_seals(&fd).map_err(|e| SegmentError::Foreign(format!("it cannot be sealed ({e})")))?;
+        let seals = rustix::fs::fcntl_get_seals(&fd)
+            .map_err(|e| SegmentError::Foreign(format!("it cannot be sealed ({e})")))?;
         if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
             return Err(SegmentError::Foreign("its size is not sealed".into()));
         }

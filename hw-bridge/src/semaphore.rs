@@ -144,10 +144,15 @@ mod tests {
     #[test]
     fn a_wait_that_never_gets_ready_ends_when_the_check_says_so() {
         let mut looks = 0;
-        let r = wait(&Bell::default(), WaitPolicy { spins: 3, yields: 3 }, || false, || {
-            looks += 1;
-            if looks == 3 { Err("enough") } else { Ok(()) }
-        });
+        let r = wait(
+            &Bell::default(),
+            WaitPolicy { spins: 3, yields: 3 },
+            || false,
+            || {
+                looks += 1;
+                if looks == 3 { Err("enough") } else { Ok(()) }
+            },
+        );
         assert_eq!(r, Err("enough"));
         assert_eq!(looks, 3);
     }

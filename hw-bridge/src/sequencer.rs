@@ -141,7 +141,13 @@ pub struct LocalMem<'a> {
 impl<'a> LocalMem<'a> {
     /// No memory: a rank that only receives has no input, and the other way round.
     pub fn none() -> LocalMem<'static> {
-        LocalMem { ptr: std::ptr::NonNull::<u8>::dangling().as_ptr(), len: 0, hbm: Some(0), arena: std::ptr::null(), life: PhantomData }
+        LocalMem {
+            ptr: std::ptr::NonNull::<u8>::dangling().as_ptr(),
+            len: 0,
+            hbm: Some(0),
+            arena: std::ptr::null(),
+            life: PhantomData,
+        }
     }
 
     /// `len` bytes of device memory from `offset`; `None` if they are not all inside the buffer.
@@ -150,17 +156,35 @@ impl<'a> LocalMem<'a> {
             return None;
         }
         let ptr = buf.ptr().wrapping_add(offset as usize);
-        Some(LocalMem { ptr, len, hbm: Some(buf.offset() + offset), arena: buf.hbm().segment().base(), life: PhantomData })
+        Some(LocalMem {
+            ptr,
+            len,
+            hbm: Some(buf.offset() + offset),
+            arena: buf.hbm().segment().base(),
+            life: PhantomData,
+        })
     }
 
     /// Private memory to read from.
     pub fn input(bytes: &'a [u8]) -> LocalMem<'a> {
-        LocalMem { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() as u64, hbm: None, arena: std::ptr::null(), life: PhantomData }
+        LocalMem {
+            ptr: bytes.as_ptr().cast_mut(),
+            len: bytes.len() as u64,
+            hbm: None,
+            arena: std::ptr::null(),
+            life: PhantomData,
+        }
     }
 
     /// Private memory to write to.
     pub fn output(bytes: &'a mut [u8]) -> LocalMem<'a> {
-        LocalMem { ptr: bytes.as_mut_ptr(), len: bytes.len() as u64, hbm: None, arena: std::ptr::null(), life: PhantomData }
+        LocalMem {
+            ptr: bytes.as_mut_ptr(),
+            len: bytes.len() as u64,
+            hbm: None,
+            arena: std::ptr::null(),
+            life: PhantomData,
+        }
     }
 
     /// Private memory that is input and output at once; the input is `len` bytes from `offset`.
@@ -211,7 +235,9 @@ pub struct Absent {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OpError {
     /// A peer's process ended.
-    #[error("operation #{seq} ({what}) failed on rank {rank}: the process of rank {peer} (pid {pid}) has ended; {last}")]
+    #[error(
+        "operation #{seq} ({what}) failed on rank {rank}: the process of rank {peer} (pid {pid}) has ended; {last}"
+    )]
     Died {
         /// This rank.
         rank: usize,
@@ -257,7 +283,9 @@ pub enum OpError {
         absent: Vec<Absent>,
     },
     /// A peer is in another call.
-    #[error("mismatched collectives at operation #{seq}: rank {rank} calls {mine}, rank {peer} calls {theirs}; no data was moved; make all ranks issue the same calls in the same order")]
+    #[error(
+        "mismatched collectives at operation #{seq}: rank {rank} calls {mine}, rank {peer} calls {theirs}; no data was moved; make all ranks issue the same calls in the same order"
+    )]
     Mismatch {
         /// This rank.
         rank: usize,
@@ -271,7 +299,9 @@ pub enum OpError {
         theirs: String,
     },
     /// A peer announced a buffer that is not in the memory it granted.
-    #[error("operation #{seq} failed on rank {rank}: rank {peer} announced a buffer outside its device memory; it runs another version or is corrupt")]
+    #[error(
+        "operation #{seq} failed on rank {rank}: rank {peer} announced a buffer outside its device memory; it runs another version or is corrupt"
+    )]
     BadPeer {
         /// This rank.
         rank: usize,
@@ -315,7 +345,9 @@ pub enum OpError {
         what: String,
     },
     /// The tensor is in another core's device memory.
-    #[error("the {which} tensor of rank {rank} is in another core's device memory; allocate it on the communicator's core")]
+    #[error(
+        "the {which} tensor of rank {rank} is in another core's device memory; allocate it on the communicator's core"
+    )]
     WrongCore {
         /// This rank.
         rank: usize,
@@ -471,6 +503,10 @@ impl Endpoint {
         if let Some(first) = &self.broken {
             return Err(OpError::Broken { rank: self.rank, first: first.clone() });
         }
+        if self.abort.aborted() {
+            let (rank, seq, what) = (self.rank, self.seq + 1, schedule.header.to_string());
+            return Err(OpError::Aborted { rank, seq, what, reason: self.control.state().1 });
+        }
         self.check_buffers(schedule, &input, &output)?;
         self.seq += 1;
         let result = self.run_steps(schedule, &input, &output, aux, timeout);
@@ -504,9 +540,7 @@ impl Endpoint {
             }
         }
         if s.staged && !self.stage_ready {
-            self.control
-                .commit_stage()
-                .map_err(|e| OpError::Stage { rank: self.rank, reason: e.to_string() })?;
+            self.control.commit_stage().map_err(|e| OpError::Stage { rank: self.rank, reason: e.to_string() })?;
             self.stage_ready = true;
         }
         Ok(())
@@ -646,7 +680,9 @@ impl Endpoint {
     fn step(&mut self, s: &Schedule, step: &Step, bases: &mut Bases, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
         match *step {
             Step::Arrival(peer) => self.arrival(s, usize::from(peer), bases, wait)?,
-            Step::Wait { peer, step } => self.wait_progress(usize::from(peer), wait.seq << 16 | u64::from(step), wait)?,
+            Step::Wait { peer, step } => {
+                self.wait_progress(usize::from(peer), wait.seq << 16 | u64::from(step), wait)?
+            }
             Step::SendsToMe(peer) => self.sends_to_me(s, usize::from(peer))?,
             Step::Signal(step) => {
                 self.control.set_progress(wait.seq, step);
@@ -834,7 +870,9 @@ impl Schedule {
         };
         for (i, step) in self.steps.iter().enumerate() {
             match *step {
-                Step::Arrival(p) | Step::SendsToMe(p) | Step::Wait { peer: p, .. } if usize::from(p) >= nranks || usize::from(p) == rank => {
+                Step::Arrival(p) | Step::SendsToMe(p) | Step::Wait { peer: p, .. }
+                    if usize::from(p) >= nranks || usize::from(p) == rank =>
+                {
                     return Err(bad(i, format!("waits for rank {p} of {nranks}")));
                 }
                 Step::Arrival(p) => arrived[usize::from(p)] = true,

@@ -3,24 +3,311 @@
 
 mod common;
 
-use common::{bytes_of, config, values_of, world};
-use host_runtime::nrt::Io;
+use common::{config, world};
+use host_runtime::enc::Algorithm;
+use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::reduce;
+
+/// Input of `rank`: any bytes do, the reference computes with the same.
+fn input(rank: usize, seed: u64, bytes: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(rank as u64 + 1);
+    (0..bytes)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            (x >> 32) as u8
+        })
+        .collect()
+}
+
+/// Small whole numbers: sums and products of a few are exact in every type, so any order gives the same bits.
+fn exact_input(rank: usize, dtype: DataType, count: usize) -> Vec<u8> {
+    let one = |i: usize| ((i * 7 + rank * 3) % 3) as f32;
+    let mut out = Vec::new();
+    for i in 0..count {
+        let v = one(i);
+        match dtype {
+            DataType::Fp32 | DataType::Fp32r => out.extend(v.to_le_bytes()),
+            DataType::Bf16 => out.extend(((v.to_bits() >> 16) as u16).to_le_bytes()),
+            DataType::Fp16 => out.extend([0u16, 0x3c00, 0x4000][v as usize].to_le_bytes()),
+            DataType::Fp8E3 => out.push([0u8, 0x30, 0x40][v as usize]),
+            DataType::Fp8E4 => out.push([0u8, 0x38, 0x40][v as usize]),
+            DataType::Fp8E5 => out.push([0u8, 0x3c, 0x40][v as usize]),
+            _ => {
+                let mut b = vec![0; dtype.size()];
+                b[0] = v as u8;
+                out.extend(b);
+            }
+        }
+    }
+    out
+}
+
+/// One call on one kind of memory: writes `src`, runs, answers the output.
+struct Run<'a> {
+    comm: &'a mut Communicator,
+    device: bool,
+}
+
+impl Run<'_> {
+    /// Separate input and output. The output is prefilled so that a byte that is not written is seen.
+    fn apart(&mut self, src: &[u8], out: usize, f: impl FnOnce(&mut Communicator, Io<'_>)) -> Vec<u8> {
+        let mut dst = vec![0xEE; out];
+        if !self.device {
+            f(self.comm, Io::Host { src, dst: &mut dst });
+            return dst;
+        }
+        // An odd offset: nothing may depend on alignment.
+        let (a, b) = (self.tensor(src.len() + 3), self.tensor(out + 5));
+        a.write(3, src).unwrap();
+        b.write(0, &vec![0xEE; out + 5]).unwrap();
+        f(self.comm, Io::Device { src: (&a, 3), dst: (&b, 5) });
+        let mut before = [0; 5];
+        b.read(0, &mut before).unwrap();
+        assert_eq!(before, [0xEE; 5], "bytes before the output were written");
+        b.read(5, &mut dst).unwrap();
+        dst
+    }
+
+    /// One buffer, whose first bytes are `buf`; in its device form the input begins at `at`, the output at `to`.
+    fn in_place(
+        &mut self,
+        mut buf: Vec<u8>,
+        at: usize,
+        to: usize,
+        f: impl FnOnce(&mut Communicator, Io<'_>),
+    ) -> Vec<u8> {
+        if !self.device {
+            f(self.comm, Io::HostInPlace(&mut buf));
+            return buf;
+        }
+        let t = self.tensor(buf.len());
+        t.write(0, &buf).unwrap();
+        f(self.comm, Io::Device { src: (&t, at as u64), dst: (&t, to as u64) });
+        t.read(0, &mut buf).unwrap();
+        buf
+    }
+
+    fn tensor(&self, bytes: usize) -> Tensor {
+        self.comm.tensor(bytes as u64).unwrap()
+    }
+}
+
+/// The reduction of all ranks' inputs by the reference path, in rank order.
+fn reduced(op: ReduceOp, dtype: DataType, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let mut out = vec![0; inputs[0].len()];
+    let all: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+    reduce::reduce_slices(op, dtype, &mut out, &all).unwrap();
+    out
+}
+
+/// Every collective once, for one type, operation, count and kind of memory.
+fn all_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op: ReduceOp, count: usize, seed: u64) {
+    let (rank, n) = (comm.rank(), comm.nranks());
+    let size = dtype.size();
+    let block = count * size;
+    let ins: Vec<Vec<u8>> = (0..n).map(|r| exact_input(r, dtype, count)).collect();
+    let wide: Vec<Vec<u8>> = (0..n).map(|r| exact_input(r + 5, dtype, count * n)).collect();
+    let noise: Vec<Vec<u8>> = (0..n).map(|r| input(r, seed, block * n)).collect();
+    let root = (seed as usize + 1) % n;
+    let here = format!("rank {rank} of {n}, {dtype} {op} count {count}, device {device}");
+    let mut run = Run { comm, device };
+    let c = count as u64;
+
+    let sum = reduced(op, dtype, &ins);
+    let got = run.apart(&ins[rank], block, |comm, io| comm.all_reduce(io, c, dtype, op).unwrap());
+    assert_eq!(got, sum, "all_reduce {here}");
+    let got = run.in_place(ins[rank].clone(), 0, 0, |comm, io| comm.all_reduce(io, c, dtype, op).unwrap());
+    assert_eq!(got, sum, "all_reduce in place {here}");
+
+    let all: Vec<u8> = noise.iter().flat_map(|b| b[..block].to_vec()).collect();
+    let got = run.apart(&noise[rank][..block], block * n, |comm, io| comm.all_gather(io, c, dtype).unwrap());
+    assert_eq!(got, all, "all_gather {here}");
+    let mut buf = vec![0xEE; block * n];
+    buf[rank * block..(rank + 1) * block].copy_from_slice(&noise[rank][..block]);
+    let got = run.in_place(buf, rank * block, 0, |comm, io| comm.all_gather(io, c, dtype).unwrap());
+    assert_eq!(got, all, "all_gather in place {here}");
+
+    let whole = reduced(op, dtype, &wide);
+    let mine = &whole[rank * block..(rank + 1) * block];
+    let got = run.apart(&wide[rank], block, |comm, io| comm.reduce_scatter(io, c, dtype, op).unwrap());
+    assert_eq!(got, mine, "reduce_scatter {here}");
+    let got =
+        run.in_place(wide[rank].clone(), 0, rank * block, |comm, io| comm.reduce_scatter(io, c, dtype, op).unwrap());
+    assert_eq!(&got[rank * block..(rank + 1) * block], mine, "reduce_scatter in place {here}");
+
+    let src: &[u8] = if rank == root { &noise[root][..block] } else { &[] };
+    let got = run.apart(src, block, |comm, io| comm.broadcast(io, c, dtype, root).unwrap());
+    assert_eq!(got, noise[root][..block], "broadcast {here}");
+    let got = run.in_place(noise[rank][..block].to_vec(), 0, 0, |comm, io| comm.broadcast(io, c, dtype, root).unwrap());
+    assert_eq!(got, noise[root][..block], "broadcast in place {here}");
+
+    let out = if rank == root { block } else { 0 };
+    let got = run.apart(&ins[rank], out, |comm, io| comm.reduce(io, c, dtype, op, root).unwrap());
+    assert_eq!(got, sum[..out], "reduce {here}");
+    let got = run.in_place(ins[rank].clone(), 0, 0, |comm, io| comm.reduce(io, c, dtype, op, root).unwrap());
+    assert_eq!(got, if rank == root { &sum } else { &ins[rank] }[..], "reduce in place {here}");
+
+    let exchanged: Vec<u8> = noise.iter().flat_map(|b| b[rank * block..(rank + 1) * block].to_vec()).collect();
+    let got = run.apart(&noise[rank], block * n, |comm, io| comm.all_to_all(io, c, dtype).unwrap());
+    assert_eq!(got, exchanged, "all_to_all {here}");
+    let got = run.in_place(noise[rank].clone(), 0, 0, |comm, io| comm.all_to_all(io, c, dtype).unwrap());
+    assert_eq!(got, exchanged, "all_to_all in place {here}");
+
+    let peers = Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) };
+    let got = run.apart(&noise[rank][..block], block, |comm, io| comm.send_recv(io, c, dtype, peers).unwrap());
+    assert_eq!(got, noise[(rank + n - 1) % n][..block], "send_recv {here}");
+    // Only rank 0 sends, only the last receives.
+    let one_way = Peers { dst: (rank == 0).then_some(n - 1), src: (rank == n - 1).then_some(0) };
+    let (src, out) = (if rank == 0 { &noise[0][..block] } else { &[][..] }, if rank == n - 1 { block } else { 0 });
+    let got = run.apart(src, out, |comm, io| comm.send_recv(io, c, dtype, one_way).unwrap());
+    assert_eq!(got, noise[0][..out], "send_recv one way {here}");
+
+    run.comm.barrier().unwrap();
+}
 
 #[test]
-fn two_ranks_reduce_fp32() {
-    let results = world(2, &config(), |mut comm| {
-        let mine: Vec<f32> = (0..1000).map(|i| (i * (comm.rank() + 1)) as f32).collect();
-        let t = comm.tensor(4000).unwrap();
-        t.write(0, &bytes_of(&mine)).unwrap();
-        comm.all_reduce(Io::in_place(&t), 1000, DataType::Fp32, ReduceOp::Sum).unwrap();
-        let mut out = vec![0; 4000];
-        t.read(0, &mut out).unwrap();
-        (values_of(&out), comm.rings().to_vec())
-    });
-    let expected: Vec<f32> = (0..1000).map(|i| (i * 3) as f32).collect();
-    for (got, rings) in results {
-        assert_eq!(got, expected);
-        assert!(!rings.is_empty());
+fn every_type_and_operation() {
+    for n in [2usize, 3] {
+        world(n, &config(), |mut comm| {
+            for device in [true, false] {
+                for dtype in DataType::ALL {
+                    for op in ReduceOp::ALL {
+                        for count in [1usize, 7, 1000] {
+                            all_collectives(&mut comm, device, dtype, op, count, count as u64);
+                        }
+                    }
+                }
+            }
+        });
     }
+}
+
+#[test]
+fn every_rank_count_and_awkward_counts() {
+    for n in 1..=16usize {
+        world(n, &config(), |mut comm| {
+            for device in [true, false] {
+                for count in [0usize, 1, 2, 13, 255, 4099] {
+                    all_collectives(&mut comm, device, DataType::Fp32, ReduceOp::Sum, count, count as u64);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn messages_of_many_pieces() {
+    for n in [2usize, 3, 4] {
+        world(n, &config(), |mut comm| {
+            for device in [true, false] {
+                for count in [200_003usize, 700_001] {
+                    all_collectives(&mut comm, device, DataType::Fp32, ReduceOp::Sum, count, 3);
+                }
+                all_collectives(&mut comm, device, DataType::Uint8, ReduceOp::Max, 1_500_001, 4);
+            }
+        });
+    }
+}
+
+fn forced(algorithm: Algorithm) -> RuntimeConfig {
+    RuntimeConfig { algorithm: Some(algorithm), ..config() }
+}
+
+#[test]
+fn along_the_rings_of_the_plugin() {
+    for n in [2usize, 3, 4, 5, 8, 12] {
+        world(n, &forced(Algorithm::Ring), move |mut comm| {
+            assert!(comm.rings().iter().all(|r| r.len() == n));
+            for op in ReduceOp::ALL {
+                for count in [1usize, 5, 4099, 100_000] {
+                    all_collectives(&mut comm, true, DataType::Fp32, op, count, 9);
+                }
+            }
+            all_collectives(&mut comm, true, DataType::Int16, ReduceOp::Avg, 333, 2);
+        });
+    }
+}
+
+#[test]
+fn every_size_in_one_hop_and_in_the_mesh() {
+    for algorithm in [Algorithm::OneHop, Algorithm::Mesh] {
+        world(3, &forced(algorithm), |mut comm| {
+            for count in (0..260).chain([1000, 2047, 2730]) {
+                all_collectives(&mut comm, true, DataType::Fp32, ReduceOp::Sum, count, 1);
+            }
+        });
+    }
+}
+
+/// Many one-way operations: the root may not run over slots that a slow reader still needs.
+#[test]
+fn a_fast_root_does_not_overrun_slow_readers() {
+    world(3, &config(), |mut comm| {
+        let rank = comm.rank();
+        for i in 0..500u32 {
+            let mut buf = if rank == 0 { i.to_le_bytes() } else { [0; 4] };
+            if rank == 2 && i % 50 == 0 {
+                std::thread::sleep(std::time::Duration::from_millis(3));
+            }
+            comm.broadcast(Io::HostInPlace(&mut buf), 4, DataType::Uint8, 0).unwrap();
+            assert_eq!(u32::from_le_bytes(buf), i);
+        }
+    });
+}
+
+#[test]
+fn wrong_arguments_are_refused_before_anything_moves() {
+    world(2, &config(), |mut comm| {
+        let t = comm.tensor(64).unwrap();
+        let big = comm.all_reduce(Io::in_place(&t), 17, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        assert!(big.contains("64 bytes") && big.contains("68 are needed"), "{big}");
+        let root = comm.broadcast(Io::in_place(&t), 1, DataType::Fp32, 2).unwrap_err().to_string();
+        assert!(root.contains("root 2"), "{root}");
+        let io = Io::Device { src: (&t, 0), dst: (&t, 4) };
+        let overlap = comm.all_reduce(io, 8, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        assert!(overlap.contains("overlap by accident"), "{overlap}");
+        let huge =
+            comm.all_reduce(Io::in_place(&t), u64::MAX / 2, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        assert!(huge.contains("larger than memory can be"), "{huge}");
+        let me = comm.rank();
+        let peers = Peers { dst: Some(me), src: Some(1 - me) };
+        assert!(comm.send_recv(Io::device(&t, &t), 1, DataType::Uint8, peers).is_err());
+        // None of it used up an operation: the ranks still agree.
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn calls_that_do_not_match_are_told_to_both_sides() {
+    let texts = world(2, &config(), |mut comm| {
+        let mut buf = vec![0u8; 800];
+        let count = if comm.rank() == 0 { 100 } else { 200 };
+        comm.all_reduce(Io::HostInPlace(&mut buf), count, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string()
+    });
+    for t in &texts {
+        assert!(t.contains("count 100") && t.contains("count 200") || t.contains("mismatched"), "{t}");
+    }
+    assert!(texts.iter().any(|t| t.contains("mismatched collectives")), "{texts:?}");
+}
+
+#[test]
+fn a_rank_that_never_arrives_is_named_when_the_deadline_passes() {
+    let mut c = config();
+    c.timeout = std::time::Duration::from_millis(300);
+    let texts = world(3, &c, |mut comm| {
+        comm.barrier().unwrap();
+        if comm.rank() == 2 {
+            std::thread::sleep(std::time::Duration::from_millis(1500));
+            return String::new();
+        }
+        comm.barrier().unwrap_err().to_string()
+    });
+    for t in &texts[..2] {
+        assert!(t.contains("rank 2") && t.contains("operation #2 (barrier)"), "{t}");
+    }
+    let first = texts[..2].iter().find(|t| t.contains("timed out")).unwrap();
+    assert!(first.contains("300ms") && first.contains("its last operation was #1 (barrier), completed"), "{first}");
 }

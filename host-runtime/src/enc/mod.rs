@@ -17,8 +17,8 @@
 mod device;
 mod private;
 pub use private::MAX_PRIVATE_BYTES;
-mod ring;
 mod one_hop;
+mod ring;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::limits::SLOT_BYTES;
@@ -179,9 +179,7 @@ impl<'a> Builder<'a> {
             Op::AllToAll => (all, all),
             Op::Broadcast => (if root { bytes } else { 0 }, bytes),
             Op::Reduce => (bytes, if root { bytes } else { 0 }),
-            Op::SendRecv => {
-                (if call.dst.is_some() { bytes } else { 0 }, if call.src.is_some() { bytes } else { 0 })
-            }
+            Op::SendRecv => (if call.dst.is_some() { bytes } else { 0 }, if call.src.is_some() { bytes } else { 0 }),
             Op::Barrier => (0, 0),
         };
         let peer_in_bytes = if matches!(call.op, Op::Broadcast | Op::SendRecv) { bytes } else { in_bytes };

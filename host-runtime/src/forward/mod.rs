@@ -159,7 +159,12 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
 
 impl Loaded {
     /// An instance of the library for one communicator of one rank.
-    pub(crate) fn instantiate(&self, tenant: &Arc<Tenant>, abort: &AbortToken, core: Option<i32>) -> Result<Arc<Instance>, Error> {
+    pub(crate) fn instantiate(
+        &self,
+        tenant: &Arc<Tenant>,
+        abort: &AbortToken,
+        core: Option<i32>,
+    ) -> Result<Arc<Instance>, Error> {
         let state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
         Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
             entry: "instantiate",
@@ -273,7 +278,8 @@ impl Forward {
                 return Err(Error::NotLoaded { entry: "ncclGetVersionInfo", sentinel });
             }
         };
-        let call = loaded.instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", loaded.slot(0), (VERSION_INFO_BYTES,));
+        let call =
+            loaded.instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", loaded.slot(0), (VERSION_INFO_BYTES,));
         Ok(Version::from(&call?.0))
     }
 }

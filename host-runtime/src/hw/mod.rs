@@ -13,9 +13,9 @@ mod tasks;
 
 use wasmtime::component::{HasSelf, Linker, Resource};
 
-use crate::bindings::{LinkOptions, TransportSwappable};
 use crate::bindings::neuron::hw::{links, objects as wit_objects, proxy};
 use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::bindings::{LinkOptions, TransportSwappable};
 use crate::plugin::HostState;
 use crate::status::Status;
 use crate::tenant::lock;

@@ -77,10 +77,18 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, address: [u8; ADDRESS_BYTES]) 
 impl HostState {
     fn do_publish(&mut self, key: &[u8], name: &str, address: &[u8]) -> Answer<()> {
         let Ok(address) = <[u8; ADDRESS_BYTES]>::try_from(address) else {
-            return Err(self.fail(Status::INVALID, format!("an address has {ADDRESS_BYTES} bytes, the plugin gave {}", address.len())));
+            return Err(self.fail(
+                Status::INVALID,
+                format!("an address has {ADDRESS_BYTES} bytes, the plugin gave {}", address.len()),
+            ));
         };
         if key.len() > ID_BYTES || name.len() > ID_BYTES || self.published.len() >= MAX_PUBLISHED {
-            return Err(self.fail(Status::INVALID, format!("a name is published with a key and text of at most {ID_BYTES} bytes, {MAX_PUBLISHED} an instance")));
+            return Err(self.fail(
+                Status::INVALID,
+                format!(
+                    "a name is published with a key and text of at most {ID_BYTES} bytes, {MAX_PUBLISHED} an instance"
+                ),
+            ));
         }
         let tenant = self.tenant.id;
         let made = (|| {
@@ -99,25 +107,32 @@ impl HostState {
                 self.published.push(p);
                 Ok(())
             }
-            Err(e) => Err(self.fail(Status::FAILURE, format!("publishing `{name}` failed: {e}; is another local root of the same group running?"))),
+            Err(e) => Err(self.fail(
+                Status::FAILURE,
+                format!("publishing `{name}` failed: {e}; is another local root of the same group running?"),
+            )),
         }
     }
 
     fn do_lookup(&mut self, key: &[u8], name: &str, ms: u32) -> Answer<Vec<u8>> {
         if key.len() > ID_BYTES || name.len() > ID_BYTES {
-            return Err(self.fail(Status::INVALID, format!("a name is looked up with a key and text of at most {ID_BYTES} bytes")));
+            return Err(self.fail(
+                Status::INVALID,
+                format!("a name is looked up with a key and text of at most {ID_BYTES} bytes"),
+            ));
         }
         let until = super::sockets::deadline(ms);
         loop {
-            let asked = socket_name(self.tenant.id, key, name).and_then(|a| UnixStream::connect_addr(&a)).and_then(|mut s| {
-                if !same_user(&s) {
-                    return Err(std::io::ErrorKind::PermissionDenied.into());
-                }
-                s.set_read_timeout(Some(Duration::from_secs(1)))?;
-                let mut address = vec![0; ADDRESS_BYTES];
-                s.read_exact(&mut address)?;
-                Ok(address)
-            });
+            let asked =
+                socket_name(self.tenant.id, key, name).and_then(|a| UnixStream::connect_addr(&a)).and_then(|mut s| {
+                    if !same_user(&s) {
+                        return Err(std::io::ErrorKind::PermissionDenied.into());
+                    }
+                    s.set_read_timeout(Some(Duration::from_secs(1)))?;
+                    let mut address = vec![0; ADDRESS_BYTES];
+                    s.read_exact(&mut address)?;
+                    Ok(address)
+                });
             match asked {
                 Ok(address) => return Ok(address),
                 Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {

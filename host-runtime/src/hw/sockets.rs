@@ -155,7 +155,8 @@ impl HostState {
                     Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
                     Wait::Aborted => return self.closed("listening"),
                     Wait::Late => {
-                        return self.late(format!("{addr} stayed in use; another job listens there, choose another port"));
+                        return self
+                            .late(format!("{addr} stayed in use; another job listens there, choose another port"));
                     }
                 },
                 Err(e) => return self.socket_error(format!("listening on {addr}"), &e),
@@ -169,7 +170,11 @@ impl HostState {
         Ok(r)
     }
 
-    fn do_accept(&mut self, handle: &Resource<ListenerObject>, ms: u32) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
+    fn do_accept(
+        &mut self,
+        handle: &Resource<ListenerObject>,
+        ms: u32,
+    ) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
         if let Err(s) = self.socket_quota() {
             return Ok(Err(s));
         }
@@ -229,7 +234,9 @@ impl HostState {
                 Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
                 Wait::Aborted => return self.closed(&format!("connecting to {addr}")),
                 Wait::Late => {
-                    return self.late(format!("Connect to {addr} failed for {ms} ms ({e}); is the rank that listens there running?"));
+                    return self.late(format!(
+                        "Connect to {addr} failed for {ms} ms ({e}); is the rank that listens there running?"
+                    ));
                 }
             }
         }
@@ -250,7 +257,9 @@ impl HostState {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => {
                     let who = peer_name(stream);
-                    return Ok(Err(self.fail(Status::CLOSED, format!("TX, connection closed by remote peer {who}: {e}"))));
+                    return Ok(Err(
+                        self.fail(Status::CLOSED, format!("TX, connection closed by remote peer {who}: {e}"))
+                    ));
                 }
             }
         }
@@ -275,13 +284,16 @@ impl HostState {
                     Wait::Aborted => return Ok(self.closed("receiving")),
                     Wait::Late => {
                         let who = peer_name(stream);
-                        return Ok(self.late(format!("Timeout waiting for RX from {who}: {got} of {bytes} bytes after {ms} ms")));
+                        return Ok(self
+                            .late(format!("Timeout waiting for RX from {who}: {got} of {bytes} bytes after {ms} ms")));
                     }
                 },
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => {
                     let who = peer_name(stream);
-                    return Ok(Err(self.fail(Status::CLOSED, format!("RX, connection closed by remote peer {who}: {e}"))));
+                    return Ok(Err(
+                        self.fail(Status::CLOSED, format!("RX, connection closed by remote peer {who}: {e}"))
+                    ));
                 }
             }
         }
@@ -333,7 +345,11 @@ impl Host for HostState {
         Ok(encode(&self.table.get(&listener)?.0.local_addr()?))
     }
 
-    fn accept(&mut self, listener: Resource<ListenerObject>, ms: u32) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
+    fn accept(
+        &mut self,
+        listener: Resource<ListenerObject>,
+        ms: u32,
+    ) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
         self.do_accept(&listener, ms)
     }
 

@@ -120,7 +120,9 @@ impl affinity::Host for HostState {
 
     fn set(&mut self, mask: Vec<u64>) -> Trap<Answer<()>> {
         if mask.len() > MASK_WORDS || mask.iter().all(|w| *w == 0) {
-            return Ok(Err(self.fail(Status::INVALID, format!("a CPU mask has 1 to {MASK_WORDS} words and at least one CPU"))));
+            return Ok(Err(
+                self.fail(Status::INVALID, format!("a CPU mask has 1 to {MASK_WORDS} words and at least one CPU"))
+            ));
         }
         let mut set = CpuSet::new();
         for cpu in 0..(mask.len() * 64).min(CpuSet::MAX_CPU) {
@@ -128,8 +130,9 @@ impl affinity::Host for HostState {
                 set.set(cpu);
             }
         }
-        Ok(rustix::thread::sched_setaffinity(None, &set)
-            .map_err(|e| self.fail(Status::INVALID, format!("the CPU mask cannot be set: {e}; none of its CPUs may be used here"))))
+        Ok(rustix::thread::sched_setaffinity(None, &set).map_err(|e| {
+            self.fail(Status::INVALID, format!("the CPU mask cannot be set: {e}; none of its CPUs may be used here"))
+        }))
     }
 
     fn local(&mut self, _dev: i32) -> Trap<Vec<u64>> {
@@ -160,7 +163,10 @@ impl HostState {
             .and_then(|f| Ok((Dir::open_ambient_dir(parent, ambient_authority())?, f.to_os_string())));
         match opened {
             Ok((dir, file)) => Ok((dir, file, value)),
-            Err(e) => Err(self.fail(Status::INVALID, format!("the file {value}, named by {variable}, cannot be reached: {e}"))),
+            Err(e) => {
+                Err(self
+                    .fail(Status::INVALID, format!("the file {value}, named by {variable}, cannot be reached: {e}")))
+            }
         }
     }
 }
@@ -176,22 +182,31 @@ impl files::Host for HostState {
         let read = dir.open(&file).and_then(|f| f.take(most + 1).read_to_end(&mut data));
         Ok(match read {
             Ok(_) if data.len() as u64 <= most => Ok(data),
-            Ok(_) => Err(self.fail(Status::INVALID, format!("the file {path}, named by {variable}, has more than {most} bytes"))),
-            Err(e) => Err(self.fail(Status::INVALID, format!("the file {path}, named by {variable}, cannot be read: {e}"))),
+            Ok(_) => {
+                Err(self
+                    .fail(Status::INVALID, format!("the file {path}, named by {variable}, has more than {most} bytes")))
+            }
+            Err(e) => {
+                Err(self.fail(Status::INVALID, format!("the file {path}, named by {variable}, cannot be read: {e}")))
+            }
         })
     }
 
     fn write(&mut self, variable: String, data: Vec<u8>) -> Trap<Answer<()>> {
         let most = byte_list("neuron:hw/files", "write").unwrap_or(0);
         if data.len() as u64 > most {
-            return Ok(Err(self.fail(Status::INVALID, format!("a file has at most {most} bytes, the plugin gave {}", data.len()))));
+            return Ok(Err(
+                self.fail(Status::INVALID, format!("a file has at most {most} bytes, the plugin gave {}", data.len()))
+            ));
         }
         let (dir, file, path) = match self.granted(&variable, true) {
             Ok(g) => g,
             Err(s) => return Ok(Err(s)),
         };
         let written = dir.create(&file).and_then(|mut f| f.write_all(&data));
-        Ok(written.map_err(|e| self.fail(Status::FAILURE, format!("the file {path}, named by {variable}, cannot be written: {e}"))))
+        Ok(written.map_err(|e| {
+            self.fail(Status::FAILURE, format!("the file {path}, named by {variable}, cannot be written: {e}"))
+        }))
     }
 }
 

@@ -22,25 +22,36 @@ impl HostState {
     fn do_spawn(&mut self, kind: String, state: Vec<u8>, listener: Option<ListenerObject>) -> Answer<()> {
         let most = byte_list("neuron:hw/tasks", "spawn").unwrap_or(0);
         if state.len() as u64 > most {
-            return Err(self.fail(Status::INVALID, format!("a task's state has at most {most} bytes, the plugin gave {}", state.len())));
+            return Err(self.fail(
+                Status::INVALID,
+                format!("a task's state has at most {most} bytes, the plugin gave {}", state.len()),
+            ));
         }
         let Some(library) = self.library.clone() else {
             return Err(self.fail(Status::INVALID, "this plugin cannot start tasks"));
         };
         let run = library.exported(TASK_ENTRY).and_then(|i| library.function(&i, "run"));
         let Some(run) = run else {
-            return Err(self.fail(Status::INVALID, format!("the plugin does not export {TASK_ENTRY}.run, so it cannot start tasks")));
+            return Err(self.fail(
+                Status::INVALID,
+                format!("the plugin does not export {TASK_ENTRY}.run, so it cannot start tasks"),
+            ));
         };
         let tenant = self.tenant.clone();
         let mut tasks = lock(&tenant.tasks);
         tasks.retain(|t| !t.thread.is_finished());
         if tasks.len() >= tenant.limits.tasks {
             let most = tenant.limits.tasks;
-            return Err(self.fail(Status::RESOURCE, format!("tenant {} already runs {most} background tasks", tenant.name)));
+            return Err(
+                self.fail(Status::RESOURCE, format!("tenant {} already runs {most} background tasks", tenant.name))
+            );
         }
         let abort = match AbortToken::new() {
             Ok(a) => a,
-            Err(e) => return Err(self.fail(Status::RESOURCE, format!("a task's abort event could not be made: {e} (check ulimit -n)"))),
+            Err(e) => {
+                return Err(self
+                    .fail(Status::RESOURCE, format!("a task's abort event could not be made: {e} (check ulimit -n)")));
+            }
         };
         let made = Instance::new(&library, HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None));
         let instance = match made {
@@ -70,7 +81,9 @@ impl HostState {
                 tasks.push(Task { abort, thread });
                 Ok(())
             }
-            Err(e) => Err(self.fail(Status::RESOURCE, format!("a task's thread could not be started: {e} (check ulimit -u)"))),
+            Err(e) => {
+                Err(self.fail(Status::RESOURCE, format!("a task's thread could not be started: {e} (check ulimit -u)")))
+            }
         }
     }
 
@@ -90,7 +103,11 @@ impl Host for HostState {
                     self.sockets -= 1;
                     Some(l)
                 }
-                None => return Ok(Err(self.fail(Status::INVALID_HANDLE, "the listener handed to a task is not the plugin's"))),
+                None => {
+                    return Ok(Err(
+                        self.fail(Status::INVALID_HANDLE, "the listener handed to a task is not the plugin's")
+                    ));
+                }
             },
         };
         Ok(self.do_spawn(kind, state, moved))

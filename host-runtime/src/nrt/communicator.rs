@@ -280,7 +280,13 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Entry`] with status 1206, [`Error::Stopped`].
-    pub fn proxy_progress_through_component(&self, stream: u32, block: u32, idle: bool, done: bool) -> Result<(bool, bool), Error> {
+    pub fn proxy_progress_through_component(
+        &self,
+        stream: u32,
+        block: u32,
+        idle: bool,
+        done: bool,
+    ) -> Result<(bool, bool), Error> {
         self.entry(|f, i, c| f.network_proxy_progress(Some(i), c, stream, block, idle, done))
     }
 
@@ -370,7 +376,9 @@ impl Communicator {
     fn collective(&mut self, io: Io<'_>, mut call: Call) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
         self.check_call(&call)?;
-        let too_large = || bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype));
+        let too_large = || {
+            bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype))
+        };
         let block = call.bytes().ok_or_else(too_large)?;
         let all = block.checked_mul(n as u64).ok_or_else(too_large)?;
         let only = |yes: bool| if yes { block } else { 0 };
@@ -402,7 +410,9 @@ impl Communicator {
             }
         }
         if (call.dst == Some(rank)) != (call.src == Some(rank)) {
-            return Err(bad(format!("{name}: rank {rank} sends to itself but receives from another, or the other way round")));
+            return Err(bad(format!(
+                "{name}: rank {rank} sends to itself but receives from another, or the other way round"
+            )));
         }
         Ok(())
     }
@@ -434,7 +444,10 @@ impl Communicator {
             None => {
                 if call.private && call.bytes().is_some_and(|b| b > enc::MAX_PRIVATE_BYTES) {
                     let most = enc::MAX_PRIVATE_BYTES;
-                    return Err(bad(format!("{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors", call.op.name())));
+                    return Err(bad(format!(
+                        "{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors",
+                        call.op.name()
+                    )));
                 }
                 // All ranks decide alike, because the exchange needs all of them: by the algorithm and the size.
                 if algorithm != Algorithm::Ring && n > 3 && !cache.expanded {
@@ -536,7 +549,10 @@ fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>
             return Err(wrong(i, format!("{:?} does not begin with this rank", ring.user_ranks)));
         }
         if ring.next != order[1 % n] as i32 || ring.prev != order[n - 1] as i32 {
-            return Err(wrong(i, format!("neighbours {} and {} do not fit {:?}", ring.prev, ring.next, ring.user_ranks)));
+            return Err(wrong(
+                i,
+                format!("neighbours {} and {} do not fit {:?}", ring.prev, ring.next, ring.user_ranks),
+            ));
         }
         let zero = order.iter().position(|r| *r == 0).unwrap_or(0);
         rings.push(order[zero..].iter().chain(&order[..zero]).copied().collect());

@@ -60,7 +60,8 @@ pub fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
         return Ok(c);
     }
     // One compiles, the others wait and find it; without a lock (odd file system) both compile.
-    let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.with_extension("lock"));
+    let lock =
+        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.with_extension("lock"));
     let locked = lock.as_ref().is_ok_and(|f| rustix::fs::flock(f, FlockOperation::LockExclusive).is_ok());
     if locked && let Some(c) = load(engine, &path) {
         return Ok(c);

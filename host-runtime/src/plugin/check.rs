@@ -124,7 +124,9 @@ pub fn imports(
             }
         }
         let ComponentItem::ComponentInstance(instance) = item.ty else {
-            return Err(format!("it imports `{import}` as something that is not an interface: rebuild it against wit/"));
+            return Err(format!(
+                "it imports `{import}` as something that is not an interface: rebuild it against wit/"
+            ));
         };
         for (function, item) in instance.exports(engine) {
             if !matches!(item.ty, ComponentItem::ComponentFunc(_)) {
@@ -153,7 +155,9 @@ fn unknown(import: &str, name: &str, interfaces: &[ServedInterface]) -> String {
     let package = name.split('/').next().unwrap_or(name);
     let same: Vec<&str> = interfaces.iter().map(|s| s.name).filter(|n| n.starts_with(package)).collect();
     if same.is_empty() {
-        format!("it imports `{import}`, which nobody serves here; a plugin may import neuron:nrt@2.0.0 and neuron:hw@1.0.0 only")
+        format!(
+            "it imports `{import}`, which nobody serves here; a plugin may import neuron:nrt@2.0.0 and neuron:hw@1.0.0 only"
+        )
     } else {
         format!("it imports `{import}`, which nobody serves here; of that package this host serves {}", same.join(", "))
     }

@@ -50,7 +50,8 @@ fn config() -> Config {
 fn shared() -> Result<&'static Shared, String> {
     SHARED
         .get_or_init(|| {
-            let engine = Engine::new(&config()).map_err(|e| format!("the WebAssembly engine could not be made: {e:#}"))?;
+            let engine =
+                Engine::new(&config()).map_err(|e| format!("the WebAssembly engine could not be made: {e:#}"))?;
             let shared: &'static Shared =
                 Box::leak(Box::new(Shared { engine, active: Mutex::new(0), wake: Condvar::new() }));
             std::thread::Builder::new()

@@ -105,7 +105,11 @@ impl Instance {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let waited = self.tenant.limits.entry;
-                return Err(self.stop_error(entry, format!("another call has kept it busy for {waited:?}"), Vec::new()));
+                return Err(self.stop_error(
+                    entry,
+                    format!("another call has kept it busy for {waited:?}"),
+                    Vec::new(),
+                ));
             }
             busy = self.idle.wait_timeout(busy, left).unwrap_or_else(|p| p.into_inner()).0;
         }
@@ -121,7 +125,12 @@ impl Instance {
 
     /// Calls the export `index` as `entry`. A trap poisons the instance. Sentences that host functions left are returned
     /// beside the answer.
-    pub(crate) fn call<P, R>(&self, entry: &'static str, index: &ComponentExportIndex, params: P) -> Result<(R, Vec<String>), Error>
+    pub(crate) fn call<P, R>(
+        &self,
+        entry: &'static str,
+        index: &ComponentExportIndex,
+        params: P,
+    ) -> Result<(R, Vec<String>), Error>
     where
         P: ComponentNamedList + Lower,
         R: Lift + wasmtime::component::ComponentType + 'static,

@@ -38,7 +38,12 @@ impl std::fmt::Debug for HostState {
 }
 
 impl HostState {
-    pub(crate) fn new(tenant: Arc<Tenant>, library: Option<Arc<Library>>, abort: AbortToken, core: Option<i32>) -> Self {
+    pub(crate) fn new(
+        tenant: Arc<Tenant>,
+        library: Option<Arc<Library>>,
+        abort: AbortToken,
+        core: Option<i32>,
+    ) -> Self {
         HostState {
             table: ResourceTable::new(),
             tenant,

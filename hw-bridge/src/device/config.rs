@@ -89,10 +89,7 @@ pub struct DeviceConfig {
 
 impl Default for DeviceConfig {
     fn default() -> Self {
-        DeviceConfig {
-            logical_nc_config: Some(1),
-            ..DeviceConfig::of(Family::Trn2, Size::Xl48)
-        }
+        DeviceConfig { logical_nc_config: Some(1), ..DeviceConfig::of(Family::Trn2, Size::Xl48) }
     }
 }
 
@@ -201,9 +198,7 @@ pub enum DeviceError {
         total: u32,
     },
     /// A list of the configuration has the wrong length.
-    #[error(
-        "{field} has {given} entries, but the server has {expected} accelerators; give one entry for each"
-    )]
+    #[error("{field} has {given} entries, but the server has {expected} accelerators; give one entry for each")]
     ListLength {
         /// The field.
         field: &'static str,
@@ -246,9 +241,7 @@ pub enum DeviceError {
     #[error("the pod configuration was refused")]
     Pod(#[source] PodError),
     /// A device id that the server does not have.
-    #[error(
-        "device {nec_dev_id} does not exist on this server; pass an id that nec_get_device_count lists"
-    )]
+    #[error("device {nec_dev_id} does not exist on this server; pass an id that nec_get_device_count lists")]
     NoSuchDevice {
         /// The id.
         nec_dev_id: i32,
@@ -262,9 +255,7 @@ pub enum DeviceError {
         total: u32,
     },
     /// A rank outside its world.
-    #[error(
-        "rank {rank} is not in a server of {nranks} ranks; pass a rank from 0 to the number of ranks, exclusive"
-    )]
+    #[error("rank {rank} is not in a server of {nranks} ranks; pass a rank from 0 to the number of ranks, exclusive")]
     RankOutOfRange {
         /// The rank.
         rank: u32,
@@ -337,39 +328,17 @@ impl DeviceConfig {
     /// # Errors
     /// [`DeviceError`] for a value that does not parse. What the values mean together is checked by
     /// [`DeviceModel::new`](super::DeviceModel::new).
-    pub fn from_vars(
-        look_up: impl Fn(&str) -> Option<String>,
-    ) -> Result<DeviceConfig, DeviceError> {
-        let var = |name: &str| {
-            look_up(name)
-                .map(|v| v.trim().to_owned())
-                .filter(|v| !v.is_empty())
-        };
-        let number =
-            |name: &'static str, expected: &'static str| -> Result<Option<u32>, DeviceError> {
-                let Some(value) = var(name) else {
-                    return Ok(None);
-                };
-                value
-                    .parse()
-                    .map(Some)
-                    .map_err(|_| DeviceError::BadVariable {
-                        name,
-                        value,
-                        expected,
-                    })
+    pub fn from_vars(look_up: impl Fn(&str) -> Option<String>) -> Result<DeviceConfig, DeviceError> {
+        let var = |name: &str| look_up(name).map(|v| v.trim().to_owned()).filter(|v| !v.is_empty());
+        let number = |name: &'static str, expected: &'static str| -> Result<Option<u32>, DeviceError> {
+            let Some(value) = var(name) else {
+                return Ok(None);
             };
-        let instance = var(FAKE_INSTANCE_TYPE)
-            .map(|value| parse_instance_type(&value))
-            .transpose()?;
-        let logical_nc_config = number(
-            LOGICAL_NC_CONFIG,
-            "the number of physical cores per logical core",
-        )?;
-        let virtual_core_size = number(
-            VIRTUAL_CORE_SIZE,
-            "the number of physical cores per logical core",
-        )?;
+            value.parse().map(Some).map_err(|_| DeviceError::BadVariable { name, value, expected })
+        };
+        let instance = var(FAKE_INSTANCE_TYPE).map(|value| parse_instance_type(&value)).transpose()?;
+        let logical_nc_config = number(LOGICAL_NC_CONFIG, "the number of physical cores per logical core")?;
+        let virtual_core_size = number(VIRTUAL_CORE_SIZE, "the number of physical cores per logical core")?;
         let mut config = match instance {
             Some((family, size)) => DeviceConfig::of(family, size),
             None => DeviceConfig::default(),
@@ -380,9 +349,7 @@ impl DeviceConfig {
         }
         config.device_count = number(DEVICE_COUNT, "a number of accelerators")?;
         config.num_cores = number(NUM_CORES, "a number of cores, 0 for all")?.filter(|n| *n != 0);
-        config.visible_cores = var(VISIBLE_CORES)
-            .map(|value| parse_core_list(&value))
-            .transpose()?;
+        config.visible_cores = var(VISIBLE_CORES).map(|value| parse_core_list(&value)).transpose()?;
         Ok(config)
     }
 
@@ -430,48 +397,27 @@ pub fn virtual_core_size(
         }
     };
     if !size.is_power_of_two() || !cores_per_device.is_multiple_of(size) {
-        return Err(DeviceError::VirtualCoreSize {
-            size,
-            cores: cores_per_device,
-        });
+        return Err(DeviceError::VirtualCoreSize { size, cores: cores_per_device });
     }
     if size > arch.max_virtual_core_size() {
-        return Err(DeviceError::VirtualCoreSizeCap {
-            size,
-            arch: arch.name(),
-        });
+        return Err(DeviceError::VirtualCoreSizeCap { size, arch: arch.name() });
     }
     Ok(size)
 }
 
 /// `family.size` by names or by numbers. A family alone means its largest server.
 fn parse_instance_type(value: &str) -> Result<(Family, Size), DeviceError> {
-    let (family_text, size_text) = value
-        .split_once('.')
-        .map_or((value, None), |(f, s)| (f, Some(s)));
+    let (family_text, size_text) = value.split_once('.').map_or((value, None), |(f, s)| (f, Some(s)));
     let by_number = |text: &str| text.parse::<u32>().ok();
     let family = Family::from_name(family_text)
         .or_else(|| by_number(family_text).and_then(Family::from_number))
-        .ok_or_else(|| DeviceError::UnknownFamily {
-            value: value.to_owned(),
-            known: Family::modelled_names(),
-        })?;
+        .ok_or_else(|| DeviceError::UnknownFamily { value: value.to_owned(), known: Family::modelled_names() })?;
     let Some(size_text) = size_text else {
-        return Ok((
-            family,
-            if family.is_trn1_family() {
-                Size::Xl32
-            } else {
-                Size::Xl48
-            },
-        ));
+        return Ok((family, if family.is_trn1_family() { Size::Xl32 } else { Size::Xl48 }));
     };
     let size = Size::from_name(size_text)
         .or_else(|| by_number(size_text).and_then(Size::from_number))
-        .ok_or_else(|| DeviceError::UnknownSize {
-            value: value.to_owned(),
-            known: Size::known_names(),
-        })?;
+        .ok_or_else(|| DeviceError::UnknownSize { value: value.to_owned(), known: Size::known_names() })?;
     Ok((family, size))
 }
 
@@ -506,42 +452,21 @@ mod tests {
     use super::*;
 
     fn from(vars: &[(&str, &str)]) -> Result<DeviceConfig, DeviceError> {
-        DeviceConfig::from_vars(|name| {
-            vars.iter()
-                .find(|(n, _)| *n == name)
-                .map(|(_, v)| (*v).to_owned())
-        })
+        DeviceConfig::from_vars(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
     }
 
     #[test]
     fn nothing_set_is_the_project_default() {
         assert_eq!(from(&[]), Ok(DeviceConfig::default()));
-        assert_eq!(
-            from(&[(FAKE_INSTANCE_TYPE, " "), (DEVICE_COUNT, "")]),
-            Ok(DeviceConfig::default())
-        );
+        assert_eq!(from(&[(FAKE_INSTANCE_TYPE, " "), (DEVICE_COUNT, "")]), Ok(DeviceConfig::default()));
         let config = DeviceConfig::default();
-        assert_eq!(
-            (config.family, config.size, config.logical_nc_config),
-            (Family::Trn2, Size::Xl48, Some(1))
-        );
+        assert_eq!((config.family, config.size, config.logical_nc_config), (Family::Trn2, Size::Xl48, Some(1)));
         // Another variable does not change the logical core size.
-        assert_eq!(
-            from(&[(DEVICE_COUNT, "4")]).unwrap().logical_nc_config,
-            Some(1)
-        );
+        assert_eq!(from(&[(DEVICE_COUNT, "4")]).unwrap().logical_nc_config, Some(1));
         // A core size or an instance type brings the original's rule.
         let config = from(&[(VIRTUAL_CORE_SIZE, "2")]).unwrap();
-        assert_eq!(
-            (config.logical_nc_config, config.virtual_core_size),
-            (None, Some(2))
-        );
-        assert_eq!(
-            from(&[(FAKE_INSTANCE_TYPE, "trn2.48xlarge")])
-                .unwrap()
-                .logical_nc_config,
-            None
-        );
+        assert_eq!((config.logical_nc_config, config.virtual_core_size), (None, Some(2)));
+        assert_eq!(from(&[(FAKE_INSTANCE_TYPE, "trn2.48xlarge")]).unwrap().logical_nc_config, None);
     }
 
     #[test]
@@ -551,10 +476,7 @@ mod tests {
         assert_eq!(parse("TRN1.32XL"), Ok((Family::Trn1, Size::Xl32)));
         assert_eq!(parse("inf2.48xlarge"), Ok((Family::Inf2, Size::Xl48)));
         assert_eq!(parse("inf2.xlarge"), Ok((Family::Inf2, Size::Xl1)));
-        assert_eq!(
-            parse("trn3pds98.48xlarge"),
-            Ok((Family::Trn3Pds98, Size::Xl48))
-        );
+        assert_eq!(parse("trn3pds98.48xlarge"), Ok((Family::Trn3Pds98, Size::Xl48)));
         assert_eq!(parse("5.7"), Ok((Family::Trn2, Size::Xl48)));
         assert_eq!(parse("15.9"), Ok((Family::Trn3Pds98, Size::Unknown)));
         assert_eq!(parse("trn3"), Ok((Family::Trn3, Size::Xl48)));
@@ -571,18 +493,9 @@ mod tests {
              the sizes xlarge, 2xlarge, 4xlarge, 6xlarge, 8xlarge, 24xlarge, 32xlarge, 48xlarge, 3xlarge (or the size's \
              number)"
         );
-        assert!(matches!(
-            parse("16.7"),
-            Err(DeviceError::UnknownFamily { .. })
-        ));
-        assert!(matches!(
-            parse("5.10"),
-            Err(DeviceError::UnknownSize { .. })
-        ));
-        assert!(matches!(
-            parse("trn2."),
-            Err(DeviceError::UnknownSize { .. })
-        ));
+        assert!(matches!(parse("16.7"), Err(DeviceError::UnknownFamily { .. })));
+        assert!(matches!(parse("5.10"), Err(DeviceError::UnknownSize { .. })));
+        assert!(matches!(parse("trn2."), Err(DeviceError::UnknownSize { .. })));
         assert!(matches!(parse("."), Err(DeviceError::UnknownFamily { .. })));
     }
 
@@ -591,28 +504,8 @@ mod tests {
         let parse = |value: &str| from(&[(VISIBLE_CORES, value)]).map(|c| c.visible_cores);
         assert_eq!(parse("0-3,8, 6"), Ok(Some(vec![0, 1, 2, 3, 8, 6])));
         assert_eq!(parse("255"), Ok(Some(vec![255])));
-        for bad in [
-            "3-0",
-            "1,1",
-            "0-3,2",
-            "256",
-            "0-4294967295",
-            "-1",
-            "a",
-            ",",
-            "1,,2",
-            "1-2-3",
-        ] {
-            assert!(
-                matches!(
-                    parse(bad),
-                    Err(DeviceError::BadVariable {
-                        name: VISIBLE_CORES,
-                        ..
-                    })
-                ),
-                "{bad}"
-            );
+        for bad in ["3-0", "1,1", "0-3,2", "256", "0-4294967295", "-1", "a", ",", "1,,2", "1-2-3"] {
+            assert!(matches!(parse(bad), Err(DeviceError::BadVariable { name: VISIBLE_CORES, .. })), "{bad}");
         }
     }
 
@@ -620,17 +513,9 @@ mod tests {
     fn numbers_are_checked() {
         assert_eq!(from(&[(NUM_CORES, "0")]).unwrap().num_cores, None);
         assert_eq!(from(&[(NUM_CORES, "3")]).unwrap().num_cores, Some(3));
-        for name in [
-            LOGICAL_NC_CONFIG,
-            VIRTUAL_CORE_SIZE,
-            DEVICE_COUNT,
-            NUM_CORES,
-        ] {
+        for name in [LOGICAL_NC_CONFIG, VIRTUAL_CORE_SIZE, DEVICE_COUNT, NUM_CORES] {
             for value in ["x", "-1", "4294967296", "1.5"] {
-                assert!(
-                    matches!(from(&[(name, value)]), Err(DeviceError::BadVariable { .. })),
-                    "{name}={value}"
-                );
+                assert!(matches!(from(&[(name, value)]), Err(DeviceError::BadVariable { .. })), "{name}={value}");
             }
         }
         assert_eq!(
@@ -646,38 +531,21 @@ mod tests {
         for arch in [Arch::Cayman, Arch::Mariana] {
             assert_eq!(virtual_core_size(arch, 8, None, None), Ok(2));
             assert_eq!(virtual_core_size(arch, 1, None, None), Ok(1));
-            assert_eq!(
-                virtual_core_size(arch, 8, Some(1), Some(2)),
-                Ok(1),
-                "the first choice wins"
-            );
+            assert_eq!(virtual_core_size(arch, 8, Some(1), Some(2)), Ok(1), "the first choice wins");
             assert_eq!(virtual_core_size(arch, 8, None, Some(1)), Ok(1));
             for size in [0, 3, 16] {
                 let error = virtual_core_size(arch, 8, Some(size), None).unwrap_err();
                 assert_eq!(error, DeviceError::VirtualCoreSize { size, cores: 8 });
             }
-            assert!(matches!(
-                virtual_core_size(arch, 7, None, None),
-                Err(DeviceError::VirtualCoreSize { .. })
-            ));
-            assert!(matches!(
-                virtual_core_size(arch, 1, Some(2), None),
-                Err(DeviceError::VirtualCoreSize { .. })
-            ));
+            assert!(matches!(virtual_core_size(arch, 7, None, None), Err(DeviceError::VirtualCoreSize { .. })));
+            assert!(matches!(virtual_core_size(arch, 1, Some(2), None), Err(DeviceError::VirtualCoreSize { .. })));
             for size in [4, 8] {
                 let error = virtual_core_size(arch, 8, Some(size), None).unwrap_err();
-                assert!(
-                    error
-                        .to_string()
-                        .starts_with("Only LNC Size of 2 is supported"),
-                    "{error}"
-                );
+                assert!(error.to_string().starts_with("Only LNC Size of 2 is supported"), "{error}");
             }
         }
         assert_eq!(
-            virtual_core_size(Arch::Cayman, 8, Some(0), None)
-                .unwrap_err()
-                .to_string(),
+            virtual_core_size(Arch::Cayman, 8, Some(0), None).unwrap_err().to_string(),
             "logical core size 0 is not possible, expected a power of two that divides the 8 cores of an accelerator; \
              correct NEURON_LOGICAL_NC_CONFIG or NEURON_RT_VIRTUAL_CORE_SIZE"
         );

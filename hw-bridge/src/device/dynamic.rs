@@ -48,14 +48,10 @@ pub enum DynSizeError {
         rank_n: u32,
     },
     /// An element of no bytes.
-    #[error(
-        "the element size is 0 bytes, but dynamic sizes are element counts; pass the size of the data type"
-    )]
+    #[error("the element size is 0 bytes, but dynamic sizes are element counts; pass the size of the data type")]
     ZeroElement,
     /// The product does not fit.
-    #[error(
-        "{count} elements of {data_type_sz} bytes are more than a 64-bit size holds; correct the element size"
-    )]
+    #[error("{count} elements of {data_type_sz} bytes are more than a 64-bit size holds; correct the element size")]
     Overflow {
         /// Elements.
         count: u32,
@@ -101,10 +97,7 @@ impl HostMem {
         if rank_n == 0 || rank_n > MAX_DYNAMIC_RANKS {
             return Err(DynSizeError::RankCount { rank_n });
         }
-        Ok(HostMem {
-            rank_n,
-            words: (0..4 * rank_n).map(|_| AtomicU32::new(0)).collect(),
-        })
+        Ok(HostMem { rank_n, words: (0..4 * rank_n).map(|_| AtomicU32::new(0)).collect() })
     }
 
     /// Ranks in the block.
@@ -117,10 +110,8 @@ impl HostMem {
     /// # Errors
     /// [`DynSizeError::RankOutOfRange`].
     pub fn set_send(&self, dst: i32, count: u32, offset: u32) -> Result<(), DynSizeError> {
-        self.word(Array::SendOffset, dst)?
-            .store(offset, Ordering::Release);
-        self.word(Array::SendCount, dst)?
-            .store(count, Ordering::Release);
+        self.word(Array::SendOffset, dst)?.store(offset, Ordering::Release);
+        self.word(Array::SendCount, dst)?.store(count, Ordering::Release);
         Ok(())
     }
 
@@ -129,8 +120,7 @@ impl HostMem {
     /// # Errors
     /// [`DynSizeError::RankOutOfRange`].
     pub fn set_recv_offset(&self, src: i32, offset: u32) -> Result<(), DynSizeError> {
-        self.word(Array::RecvOffset, src)?
-            .store(offset, Ordering::Release);
+        self.word(Array::RecvOffset, src)?.store(offset, Ordering::Release);
         Ok(())
     }
 
@@ -143,20 +133,11 @@ impl HostMem {
     }
 
     fn word(&self, array: Array, rank: i32) -> Result<&AtomicU32, DynSizeError> {
-        let out_of_range = DynSizeError::RankOutOfRange {
-            rank,
-            rank_n: self.rank_n,
-        };
-        let index = u32::try_from(rank)
-            .ok()
-            .filter(|r| *r < self.rank_n)
-            .ok_or(out_of_range)?;
+        let out_of_range = DynSizeError::RankOutOfRange { rank, rank_n: self.rank_n };
+        let index = u32::try_from(rank).ok().filter(|r| *r < self.rank_n).ok_or(out_of_range)?;
         // 4 × MAX_DYNAMIC_RANKS fits u32.
         let position = array as u32 * self.rank_n + index;
-        usize::try_from(position)
-            .ok()
-            .and_then(|p| self.words.get(p))
-            .ok_or(out_of_range)
+        usize::try_from(position).ok().and_then(|p| self.words.get(p)).ok_or(out_of_range)
     }
 
     fn bytes(&self, array: Array, rank: i32, data_type_sz: u64) -> Result<u64, DynSizeError> {
@@ -164,22 +145,14 @@ impl HostMem {
             return Err(DynSizeError::ZeroElement);
         }
         let count = self.word(array, rank)?.load(Ordering::Acquire);
-        u64::from(count)
-            .checked_mul(data_type_sz)
-            .ok_or(DynSizeError::Overflow {
-                count,
-                data_type_sz,
-            })
+        u64::from(count).checked_mul(data_type_sz).ok_or(DynSizeError::Overflow { count, data_type_sz })
     }
 
     fn check_rank_n(&self, given: i32) -> Result<(), DynSizeError> {
         if u32::try_from(given) == Ok(self.rank_n) {
             Ok(())
         } else {
-            Err(DynSizeError::RankCountMismatch {
-                given,
-                rank_n: self.rank_n,
-            })
+            Err(DynSizeError::RankCountMismatch { given, rank_n: self.rank_n })
         }
     }
 }
@@ -188,11 +161,7 @@ impl HostMem {
 ///
 /// # Errors
 /// [`DynSizeError`]: rank outside the block, element of 0 bytes, product too large.
-pub fn enc_get_send_count_size_bytes(
-    mem: &HostMem,
-    dst: i32,
-    data_type_sz: u64,
-) -> Result<u64, DynSizeError> {
+pub fn enc_get_send_count_size_bytes(mem: &HostMem, dst: i32, data_type_sz: u64) -> Result<u64, DynSizeError> {
     mem.bytes(Array::SendCount, dst, data_type_sz)
 }
 
@@ -200,12 +169,7 @@ pub fn enc_get_send_count_size_bytes(
 ///
 /// # Errors
 /// [`DynSizeError`]: as above, and a `rank_n` that is not the block's.
-pub fn enc_get_send_offset_bytes(
-    mem: &HostMem,
-    data_type_sz: u64,
-    dst: i32,
-    rank_n: i32,
-) -> Result<u64, DynSizeError> {
+pub fn enc_get_send_offset_bytes(mem: &HostMem, data_type_sz: u64, dst: i32, rank_n: i32) -> Result<u64, DynSizeError> {
     mem.check_rank_n(rank_n)?;
     mem.bytes(Array::SendOffset, dst, data_type_sz)
 }
@@ -240,16 +204,12 @@ pub fn enc_set_recv_size_bytes(
     if data_type_sz == 0 {
         return Err(DynSizeError::ZeroElement);
     }
-    let not_elements = DynSizeError::NotElements {
-        recv_size_bytes,
-        data_type_sz,
-    };
+    let not_elements = DynSizeError::NotElements { recv_size_bytes, data_type_sz };
     if !recv_size_bytes.is_multiple_of(data_type_sz) {
         return Err(not_elements);
     }
     let count = u32::try_from(recv_size_bytes / data_type_sz).map_err(|_| not_elements)?;
-    mem.word(Array::RecvCount, src)?
-        .store(count, Ordering::Release);
+    mem.word(Array::RecvCount, src)?.store(count, Ordering::Release);
     Ok(())
 }
 
@@ -275,17 +235,10 @@ mod tests {
             let n = r as u64;
             assert_eq!(enc_get_send_count_size_bytes(&mem, r, 4), Ok(4 * (10 + n)));
             assert_eq!(enc_get_send_offset_bytes(&mem, 2, r, 3), Ok(2 * (20 + n)));
-            assert_eq!(
-                enc_get_recv_post_offset_bytes(&mem, 8, r, 3),
-                Ok(8 * (40 + n))
-            );
+            assert_eq!(enc_get_recv_post_offset_bytes(&mem, 8, r, 3), Ok(8 * (40 + n)));
             assert_eq!(mem.recv_count(r), Ok(30 + r as u32));
         }
-        let words: Vec<u32> = mem
-            .words
-            .iter()
-            .map(|w| w.load(Ordering::Acquire))
-            .collect();
+        let words: Vec<u32> = mem.words.iter().map(|w| w.load(Ordering::Acquire)).collect();
         assert_eq!(words, [10, 11, 12, 20, 21, 22, 30, 31, 32, 40, 41, 42]);
     }
 
@@ -302,10 +255,7 @@ mod tests {
         for given in [-3, 0, 2, 4, i32::MAX] {
             let error = DynSizeError::RankCountMismatch { given, rank_n: 3 };
             assert_eq!(enc_get_send_offset_bytes(&mem, 4, 0, given), Err(error));
-            assert_eq!(
-                enc_get_recv_post_offset_bytes(&mem, 4, 0, given),
-                Err(error)
-            );
+            assert_eq!(enc_get_recv_post_offset_bytes(&mem, 4, 0, given), Err(error));
             assert_eq!(enc_set_recv_size_bytes(&mem, 4, 4, 0, given), Err(error));
         }
     }
@@ -313,27 +263,12 @@ mod tests {
     #[test]
     fn bad_sizes_are_refused_with_a_sentence() {
         let mem = filled();
-        assert_eq!(
-            HostMem::new(0).unwrap_err(),
-            DynSizeError::RankCount { rank_n: 0 }
-        );
+        assert_eq!(HostMem::new(0).unwrap_err(), DynSizeError::RankCount { rank_n: 0 });
         assert!(HostMem::new(MAX_DYNAMIC_RANKS + 1).is_err());
-        assert_eq!(
-            enc_get_send_count_size_bytes(&mem, 0, 0),
-            Err(DynSizeError::ZeroElement)
-        );
-        assert_eq!(
-            enc_set_recv_size_bytes(&mem, 4, 0, 0, 3),
-            Err(DynSizeError::ZeroElement)
-        );
+        assert_eq!(enc_get_send_count_size_bytes(&mem, 0, 0), Err(DynSizeError::ZeroElement));
+        assert_eq!(enc_set_recv_size_bytes(&mem, 4, 0, 0, 3), Err(DynSizeError::ZeroElement));
         let error = enc_get_send_count_size_bytes(&mem, 0, u64::MAX).unwrap_err();
-        assert_eq!(
-            error,
-            DynSizeError::Overflow {
-                count: 10,
-                data_type_sz: u64::MAX
-            }
-        );
+        assert_eq!(error, DynSizeError::Overflow { count: 10, data_type_sz: u64::MAX });
         let error = enc_set_recv_size_bytes(&mem, 7, 4, 0, 3).unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -341,11 +276,7 @@ mod tests {
              and the size of their data type"
         );
         assert!(enc_set_recv_size_bytes(&mem, 1 << 32, 1, 0, 3).is_err());
-        assert_eq!(
-            mem.recv_count(0),
-            Ok(30),
-            "a refused size must not be stored"
-        );
+        assert_eq!(mem.recv_count(0), Ok(30), "a refused size must not be stored");
         assert_eq!(
             DynSizeError::RankOutOfRange { rank: 3, rank_n: 3 }.to_string(),
             "rank 3 is not in the dynamic-size metadata, which has ranks 0 to 2; correct the rank"

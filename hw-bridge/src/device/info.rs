@@ -23,12 +23,7 @@ pub struct InstanceInfo {
 }
 
 impl InstanceInfo {
-    pub(super) fn new(
-        family: Family,
-        size: Size,
-        arch: Arch,
-        hardware_revision: char,
-    ) -> InstanceInfo {
+    pub(super) fn new(family: Family, size: Size, arch: Arch, hardware_revision: char) -> InstanceInfo {
         InstanceInfo {
             family,
             size,
@@ -44,10 +39,7 @@ impl InstanceInfo {
         bytes[0..4].copy_from_slice(&self.family.number().to_le_bytes());
         bytes[4..8].copy_from_slice(&self.size.number().to_le_bytes());
         copy_text(&mut bytes[8..8 + ARCH_NAME_MAX], &self.arch_name);
-        copy_text(
-            &mut bytes[24..24 + DEVICE_REVISION_MAX],
-            &self.device_revision,
-        );
+        copy_text(&mut bytes[24..24 + DEVICE_REVISION_MAX], &self.device_revision);
         bytes
     }
 }
@@ -61,11 +53,7 @@ fn copy_text(field: &mut [u8], text: &str) {
 /// "pre" on mariana up to hardware revision 'A'. The original's table for the rest is not recorded; letter and "0" is
 /// the model's.
 fn device_revision(arch: Arch, hardware_revision: char) -> String {
-    if arch == Arch::Mariana && hardware_revision <= 'A' {
-        "pre".to_owned()
-    } else {
-        format!("{hardware_revision}0")
-    }
+    if arch == Arch::Mariana && hardware_revision <= 'A' { "pre".to_owned() } else { format!("{hardware_revision}0") }
 }
 
 /// What `nrt_get_version` answers.
@@ -107,16 +95,9 @@ mod tests {
         assert_eq!(&bytes[8..24], b"cayman\0\0\0\0\0\0\0\0\0\0");
         assert_eq!(&bytes[24..32], b"B0\0\0\0\0\0\0");
         // Over-long text is cut before the terminator.
-        let long = InstanceInfo {
-            arch_name: "x".repeat(40),
-            device_revision: "y".repeat(40),
-            ..info
-        };
+        let long = InstanceInfo { arch_name: "x".repeat(40), device_revision: "y".repeat(40), ..info };
         let bytes = long.to_bytes();
-        assert_eq!(
-            (bytes[22], bytes[23], bytes[30], bytes[31]),
-            (b'x', 0, b'y', 0)
-        );
+        assert_eq!((bytes[22], bytes[23], bytes[30], bytes[31]), (b'x', 0, b'y', 0));
     }
 
     #[test]
@@ -129,10 +110,7 @@ mod tests {
     #[test]
     fn version_is_that_of_the_original() {
         let v = NRT_VERSION;
-        assert_eq!(
-            (v.rt_major, v.rt_minor, v.rt_patch, v.rt_maintenance),
-            (2, 31, 24, 0)
-        );
+        assert_eq!((v.rt_major, v.rt_minor, v.rt_patch, v.rt_maintenance), (2, 31, 24, 0));
         assert!(v.rt_detail.len() <= 127 && v.git_hash.len() <= 63);
         assert_eq!(&v.git_hash[..8], "0b044f4c");
         assert!(v.rt_detail.starts_with("2.31.24.0"));

@@ -55,9 +55,7 @@ pub enum MapFault {
 #[non_exhaustive]
 pub enum MapError {
     /// The network was passed as local device.
-    #[error(
-        "the local device is NEC_NET_MLA_DEV (-1), but the network has no accelerator maps; pass a NeuronDevice"
-    )]
+    #[error("the local device is NEC_NET_MLA_DEV (-1), but the network has no accelerator maps; pass a NeuronDevice")]
     NetDevice,
     /// The local device cannot exist.
     #[error("local device {local_dev} is out of range, expected 0 to {}; pass a NeuronDevice", NEC_MAX_DEVICES - 1)]
@@ -80,9 +78,7 @@ pub enum MapError {
         port: i32,
     },
     /// Query before build.
-    #[error(
-        "the accelerator maps of this local device are not built; call nec_build_port_and_rid_map first"
-    )]
+    #[error("the accelerator maps of this local device are not built; call nec_build_port_and_rid_map first")]
     NotBuilt,
     /// The accelerator takes no part.
     #[error("accelerator {mla_idx} has no routing id in the maps; ask nec_is_mla_available first")]
@@ -122,9 +118,7 @@ pub enum MapError {
         own: u32,
     },
     /// Two entries for one accelerator or routing id: one of the two maps would lie.
-    #[error(
-        "accelerator {mla_idx} (routing id {rid}) is listed twice; list each accelerator of one server once"
-    )]
+    #[error("accelerator {mla_idx} (routing id {rid}) is listed twice; list each accelerator of one server once")]
     Duplicate {
         /// The accelerator of the second entry.
         mla_idx: i32,
@@ -132,14 +126,10 @@ pub enum MapError {
         rid: i32,
     },
     /// The driver has no id table. The first sentence is the original's.
-    #[error(
-        "Failed to retrieve host device ID to routing ID map; the driver layer of this server has none"
-    )]
+    #[error("Failed to retrieve host device ID to routing ID map; the driver layer of this server has none")]
     NoRoutingTable,
     /// The driver's table lacks a device.
-    #[error(
-        "host device {host_device_id} is not in the driver's routing id table; pass ids of devices that exist"
-    )]
+    #[error("host device {host_device_id} is not in the driver's routing id table; pass ids of devices that exist")]
     UnknownHostDevice {
         /// The device.
         host_device_id: i32,
@@ -201,33 +191,19 @@ impl DeviceIdMaps {
     ///
     /// # Errors
     /// [`MapError`]; the maps stay as they were.
-    pub fn build(
-        &mut self,
-        fabric: &Fabric,
-        mla_indexes: &[i32],
-        host_device_ids: &[i32],
-    ) -> Result<(), MapError> {
+    pub fn build(&mut self, fabric: &Fabric, mla_indexes: &[i32], host_device_ids: &[i32]) -> Result<(), MapError> {
         if mla_indexes.len() != host_device_ids.len() {
             let (mla_indexes, host_device_ids) = (mla_indexes.len(), host_device_ids.len());
-            return Err(MapError::LengthMismatch {
-                mla_indexes,
-                host_device_ids,
-            });
+            return Err(MapError::LengthMismatch { mla_indexes, host_device_ids });
         }
         let host_to_rid = fabric.host_to_rid().ok_or(MapError::NoRoutingTable)?;
         let max_devices = fabric.family().max_devices();
         let mut maps = DeviceIdMaps::default();
         for (&mla_idx, &host_device_id) in mla_indexes.iter().zip(host_device_ids) {
             let mla = mla_index(mla_idx)?;
-            let rid = host_to_rid
-                .get(&host_device_id)
-                .ok_or(MapError::UnknownHostDevice { host_device_id })?;
+            let rid = host_to_rid.get(&host_device_id).ok_or(MapError::UnknownHostDevice { host_device_id })?;
             let rid = fabric.in_server(*rid);
-            let mismatch = MapError::MismatchingRoutingId {
-                rid,
-                host_device_id,
-                max_devices,
-            };
+            let mismatch = MapError::MismatchingRoutingId { rid, host_device_id, max_devices };
             // The family's range lies within the tables: 16 or 32.
             if u32::try_from(rid).map_or(true, |r| r >= max_devices) {
                 return Err(mismatch);
@@ -242,12 +218,8 @@ impl DeviceIdMaps {
         for (mla, rid) in maps.mla_to_rid.into_iter().enumerate() {
             for port in 0..PORTS_PER_MLA {
                 // An absent accelerator's -4 has no peers.
-                if let Some(peer) = fabric
-                    .peer_rid(rid, port)
-                    .and_then(|peer| usize::try_from(peer).ok())
-                {
-                    maps.port_map[mla][port] =
-                        maps.rid_to_mla.get(peer).copied().unwrap_or(RID_UNMAPPED);
+                if let Some(peer) = fabric.peer_rid(rid, port).and_then(|peer| usize::try_from(peer).ok()) {
+                    maps.port_map[mla][port] = maps.rid_to_mla.get(peer).copied().unwrap_or(RID_UNMAPPED);
                 }
             }
         }
@@ -270,11 +242,7 @@ impl DeviceIdMaps {
     /// [`MapError::MlaIndexOutOfRange`], [`MapError::NotBuilt`], [`MapError::MlaAbsent`].
     pub fn mla_idx_to_rid(&self, mla_idx: i32) -> Result<i32, MapError> {
         let rid = self.mla_to_rid[self.checked(mla_idx)?];
-        if rid >= 0 {
-            Ok(rid)
-        } else {
-            Err(MapError::MlaAbsent { mla_idx })
-        }
+        if rid >= 0 { Ok(rid) } else { Err(MapError::MlaAbsent { mla_idx }) }
     }
 
     /// Accelerator of a routing id, or [`RID_UNMAPPED`]. On switch-v1 the routing id carries its server.
@@ -289,12 +257,8 @@ impl DeviceIdMaps {
                 return Err(MapError::OtherServer { rid, server, own });
             }
         }
-        let slot =
-            usize::try_from(fabric.in_server(rid)).map_err(|_| MapError::RidOutOfRange { rid })?;
-        self.rid_to_mla
-            .get(slot)
-            .copied()
-            .ok_or(MapError::RidOutOfRange { rid })
+        let slot = usize::try_from(fabric.in_server(rid)).map_err(|_| MapError::RidOutOfRange { rid })?;
+        self.rid_to_mla.get(slot).copied().ok_or(MapError::RidOutOfRange { rid })
     }
 
     /// Accelerator at the other end of a port: its index, [`PEER_NOT_CONNECTED`] for an unconnected port, or
@@ -302,27 +266,15 @@ impl DeviceIdMaps {
     ///
     /// # Errors
     /// [`MapError::MlaIndexOutOfRange`], [`MapError::NotBuilt`], [`MapError::PortOutOfRange`].
-    pub fn get_peer_mla_idx(
-        &self,
-        fabric: &Fabric,
-        mla_idx: i32,
-        port: i32,
-    ) -> Result<i32, MapError> {
+    pub fn get_peer_mla_idx(&self, fabric: &Fabric, mla_idx: i32, port: i32) -> Result<i32, MapError> {
         let mla = self.checked(mla_idx)?;
         let out_of_range = MapError::PortOutOfRange { mla_idx, port };
-        let mut slot = usize::try_from(port)
-            .ok()
-            .filter(|p| *p < PORTS_PER_MLA)
-            .ok_or(out_of_range)?;
+        let mut slot = usize::try_from(port).ok().filter(|p| *p < PORTS_PER_MLA).ok_or(out_of_range)?;
         if fabric.family().is_trn2_or_trn3_family() {
             slot = fabric.remap().port(mla, slot).ok_or(out_of_range)?;
         }
         let entry = self.port_map[mla][slot];
-        Ok(if entry == PORT_UNCONNECTED {
-            PEER_NOT_CONNECTED
-        } else {
-            entry
-        })
+        Ok(if entry == PORT_UNCONNECTED { PEER_NOT_CONNECTED } else { entry })
     }
 
     /// Whether two accelerators are the same or one link apart (runtime-internal).
@@ -336,11 +288,7 @@ impl DeviceIdMaps {
     }
 
     fn assert_built(&self) -> Result<(), MapError> {
-        if self.built {
-            Ok(())
-        } else {
-            Err(MapError::NotBuilt)
-        }
+        if self.built { Ok(()) } else { Err(MapError::NotBuilt) }
     }
 
     fn checked(&self, mla_idx: i32) -> Result<usize, MapError> {
@@ -351,10 +299,7 @@ impl DeviceIdMaps {
 }
 
 fn mla_index(mla_idx: i32) -> Result<usize, MapError> {
-    usize::try_from(mla_idx)
-        .ok()
-        .filter(|m| *m < MAX_MLA_DEVICES)
-        .ok_or(MapError::MlaIndexOutOfRange { mla_idx })
+    usize::try_from(mla_idx).ok().filter(|m| *m < MAX_MLA_DEVICES).ok_or(MapError::MlaIndexOutOfRange { mla_idx })
 }
 
 /// The maps of all local devices of one tenant, keyed as the callbacks key them.
@@ -369,22 +314,14 @@ pub struct IdMapSet {
 impl IdMapSet {
     /// No map built.
     pub fn new(model: Arc<DeviceModel>) -> IdMapSet {
-        IdMapSet {
-            model,
-            maps: BTreeMap::new(),
-        }
+        IdMapSet { model, maps: BTreeMap::new() }
     }
 
     /// `nec_build_port_and_rid_map`. See [`DeviceIdMaps::build`].
     ///
     /// # Errors
     /// [`MapError`]; the device's maps stay as they were.
-    pub fn build(
-        &mut self,
-        local_dev: i32,
-        mla_indexes: &[i32],
-        host_device_ids: &[i32],
-    ) -> Result<(), MapError> {
+    pub fn build(&mut self, local_dev: i32, mla_indexes: &[i32], host_device_ids: &[i32]) -> Result<(), MapError> {
         check_local(local_dev)?;
         let mut maps = DeviceIdMaps::default();
         maps.build(self.model.fabric(), mla_indexes, host_device_ids)?;
@@ -425,28 +362,17 @@ impl IdMapSet {
     ///
     /// # Errors
     /// The local device's asserts, and those of [`DeviceIdMaps::get_peer_mla_idx`].
-    pub fn get_peer_mla_idx(
-        &self,
-        local_dev: i32,
-        mla_idx: i32,
-        port: i32,
-    ) -> Result<i32, MapError> {
+    pub fn get_peer_mla_idx(&self, local_dev: i32, mla_idx: i32, port: i32) -> Result<i32, MapError> {
         check_local(local_dev)?;
         mla_index(mla_idx)?;
-        self.of(local_dev)?
-            .get_peer_mla_idx(self.model.fabric(), mla_idx, port)
+        self.of(local_dev)?.get_peer_mla_idx(self.model.fabric(), mla_idx, port)
     }
 
     /// Whether two accelerators are the same or one link apart (runtime-internal).
     ///
     /// # Errors
     /// The local device's asserts, and those of [`DeviceIdMaps::directly_connected`].
-    pub fn directly_connected(
-        &self,
-        local_dev: i32,
-        mla_idx: i32,
-        other: i32,
-    ) -> Result<bool, MapError> {
+    pub fn directly_connected(&self, local_dev: i32, mla_idx: i32, other: i32) -> Result<bool, MapError> {
         check_local(local_dev)?;
         mla_index(mla_idx)?;
         self.of(local_dev)?.directly_connected(mla_idx, other)
@@ -477,14 +403,7 @@ mod tests {
 
     fn fabric(family: Family, server_id: u32, rids: &[i32]) -> Fabric {
         let table = (0..).zip(rids.iter().copied()).collect();
-        Fabric::new(
-            family,
-            server_id,
-            Some(table),
-            &Wiring::Family,
-            PortRemap::default(),
-        )
-        .unwrap()
+        Fabric::new(family, server_id, Some(table), &Wiring::Family, PortRemap::default()).unwrap()
     }
 
     fn built(fabric: &Fabric, count: i32) -> DeviceIdMaps {
@@ -504,8 +423,7 @@ mod tests {
         assert!(maps.mla_to_rid.iter().all(|rid| *rid == -4));
         assert!(maps.rid_to_mla.iter().all(|mla| *mla == -3));
         // The original's 772 bytes: a word for `built` and three tables of ints.
-        let ints =
-            1 + maps.port_map.as_flattened().len() + maps.mla_to_rid.len() + maps.rid_to_mla.len();
+        let ints = 1 + maps.port_map.as_flattened().len() + maps.mla_to_rid.len() + maps.rid_to_mla.len();
         assert_eq!(4 * ints, 772);
     }
 
@@ -522,44 +440,23 @@ mod tests {
         // 4's links: 5 takes part, 7, 8 and 0 do not: connected, but to an unknown accelerator.
         assert_eq!(maps.port_map[9], [31, -3, -3, -3]);
         assert_eq!(maps.port_map[0], [-2; 4]);
-        assert_eq!(
-            maps.get_peer_mla_idx(&fabric, 9, 1),
-            Ok(NEC_UNKNOWN_MLA_DEV)
-        );
+        assert_eq!(maps.get_peer_mla_idx(&fabric, 9, 1), Ok(NEC_UNKNOWN_MLA_DEV));
         // A second build starts from the start values again.
         maps.build(&fabric, &[0], &[0]).unwrap();
-        assert_eq!(
-            (maps.mla_to_rid[9], maps.rid_to_mla[4], maps.port_map[9]),
-            (-4, -3, [-2; 4])
-        );
+        assert_eq!((maps.mla_to_rid[9], maps.rid_to_mla[4], maps.port_map[9]), (-4, -3, [-2; 4]));
     }
 
     #[test]
     fn queries_answer_as_the_original() {
         let fabric = fabric(Family::Trn2, 0, &RIDS[..4]);
         let maps = built(&fabric, 4);
-        assert_eq!(
-            (maps.is_mla_available(3), maps.is_mla_available(4)),
-            (Ok(true), Ok(false))
-        );
+        assert_eq!((maps.is_mla_available(3), maps.is_mla_available(4)), (Ok(true), Ok(false)));
         assert_eq!(maps.mla_idx_to_rid(3), Ok(3));
-        assert_eq!(
-            (
-                maps.rid_to_mla_idx(&fabric, 3),
-                maps.rid_to_mla_idx(&fabric, 4)
-            ),
-            (Ok(3), Ok(-3))
-        );
-        assert_eq!(
-            [0, 1, 2, 3].map(|port| maps.get_peer_mla_idx(&fabric, 0, port)),
-            [Ok(1), Ok(3), Ok(-22), Ok(-22)]
-        );
+        assert_eq!((maps.rid_to_mla_idx(&fabric, 3), maps.rid_to_mla_idx(&fabric, 4)), (Ok(3), Ok(-3)));
+        assert_eq!([0, 1, 2, 3].map(|port| maps.get_peer_mla_idx(&fabric, 0, port)), [Ok(1), Ok(3), Ok(-22), Ok(-22)]);
         assert_eq!(maps.get_peer_mla_idx(&fabric, 20, 0), Ok(-22));
         assert_eq!(maps.directly_connected(0, 0), Ok(true));
-        assert_eq!(
-            (maps.directly_connected(0, 3), maps.directly_connected(0, 2)),
-            (Ok(true), Ok(false))
-        );
+        assert_eq!((maps.directly_connected(0, 3), maps.directly_connected(0, 2)), (Ok(true), Ok(false)));
     }
 
     #[test]
@@ -568,20 +465,11 @@ mod tests {
         let rotate = PortRemap::uniform([1, 2, 3, 0]).unwrap();
         for family in Family::ALL.into_iter().filter(|f| f.arch().is_some()) {
             let rids = (0..16).map(|i| (i, i)).collect();
-            let fabric =
-                Fabric::new(family, 0, Some(rids), &Wiring::Torus, rotate.clone()).unwrap();
+            let fabric = Fabric::new(family, 0, Some(rids), &Wiring::Torus, rotate.clone()).unwrap();
             let maps = built(&fabric, 16);
-            assert_eq!(
-                maps.port_map[0],
-                [1, 3, 4, 12],
-                "the map itself is not remapped"
-            );
+            assert_eq!(maps.port_map[0], [1, 3, 4, 12], "the map itself is not remapped");
             let peers = [0, 1, 2, 3].map(|port| maps.get_peer_mla_idx(&fabric, 0, port).unwrap());
-            let expected = if family.is_trn2_or_trn3_family() {
-                [3, 4, 12, 1]
-            } else {
-                [1, 3, 4, 12]
-            };
+            let expected = if family.is_trn2_or_trn3_family() { [3, 4, 12, 1] } else { [1, 3, 4, 12] };
             assert_eq!(peers, expected, "{}", family.name());
         }
     }
@@ -594,14 +482,7 @@ mod tests {
         assert_eq!(maps.mla_idx_to_rid(5), Ok(5), "stored without the server");
         assert_eq!(maps.rid_to_mla_idx(&fabric, 0x35), Ok(5));
         let error = maps.rid_to_mla_idx(&fabric, 0x25).unwrap_err();
-        assert_eq!(
-            error,
-            MapError::OtherServer {
-                rid: 0x25,
-                server: 2,
-                own: 3
-            }
-        );
+        assert_eq!(error, MapError::OtherServer { rid: 0x25, server: 2, own: 3 });
         assert_eq!(error.fault(), MapFault::Assertion);
         assert!(maps.rid_to_mla_idx(&fabric, -1).is_err());
     }
@@ -615,16 +496,9 @@ mod tests {
             let fabric = fabric(family, 1, &[rid]);
             DeviceIdMaps::default().build(&fabric, &[0], &[0])
         };
-        for family in Family::ALL
-            .into_iter()
-            .filter(|f| f.arch().is_some() && !f.is_switch_v1())
-        {
+        for family in Family::ALL.into_iter().filter(|f| f.arch().is_some() && !f.is_switch_v1()) {
             assert_eq!(build(family, 15), Ok(()));
-            let error = MapError::MismatchingRoutingId {
-                rid: 16,
-                host_device_id: 0,
-                max_devices: 16,
-            };
+            let error = MapError::MismatchingRoutingId { rid: 16, host_device_id: 0, max_devices: 16 };
             assert_eq!(build(family, 16), Err(error), "{}", family.name());
         }
         assert_eq!(build(Family::Trn3Pds98, 16), Ok(()));
@@ -643,65 +517,31 @@ mod tests {
                 set.is_mla_available(dev, mla).map(i32::from).unwrap_err(),
                 set.mla_idx_to_rid(dev, mla).unwrap_err(),
                 set.get_peer_mla_idx(dev, mla, 0).unwrap_err(),
-                set.directly_connected(dev, mla, 0)
-                    .map(i32::from)
-                    .unwrap_err(),
+                set.directly_connected(dev, mla, 0).map(i32::from).unwrap_err(),
             ]
         };
         // Before the build, the first two asserts of the original come first.
         assert_eq!(all(&set, -1, 0), [MapError::NetDevice; 4]);
-        assert_eq!(
-            all(&set, 0, 32),
-            [MapError::MlaIndexOutOfRange { mla_idx: 32 }; 4]
-        );
+        assert_eq!(all(&set, 0, 32), [MapError::MlaIndexOutOfRange { mla_idx: 32 }; 4]);
         assert_eq!(all(&set, 0, 0), [MapError::NotBuilt; 4]);
         assert_eq!(set.rid_to_mla_idx(-1, 0), Err(MapError::NetDevice));
         assert_eq!(set.rid_to_mla_idx(0, 0), Err(MapError::NotBuilt));
         assert_eq!(set.build(-1, &[], &[]), Err(MapError::NetDevice));
-        assert_eq!(
-            set.build(256, &[], &[]),
-            Err(MapError::LocalDeviceOutOfRange { local_dev: 256 })
-        );
-        assert_eq!(
-            set.build(-2, &[], &[]),
-            Err(MapError::LocalDeviceOutOfRange { local_dev: -2 })
-        );
+        assert_eq!(set.build(256, &[], &[]), Err(MapError::LocalDeviceOutOfRange { local_dev: 256 }));
+        assert_eq!(set.build(-2, &[], &[]), Err(MapError::LocalDeviceOutOfRange { local_dev: -2 }));
 
         set.build(0, &[0, 1], &[0, 1]).unwrap();
-        assert_eq!(
-            all(&set, 0, -1),
-            [MapError::MlaIndexOutOfRange { mla_idx: -1 }; 4]
-        );
-        assert_eq!(
-            all(&set, 1, 0),
-            [MapError::NotBuilt; 4],
-            "the maps are per local device"
-        );
-        assert_eq!(
-            set.mla_idx_to_rid(0, 2),
-            Err(MapError::MlaAbsent { mla_idx: 2 })
-        );
+        assert_eq!(all(&set, 0, -1), [MapError::MlaIndexOutOfRange { mla_idx: -1 }; 4]);
+        assert_eq!(all(&set, 1, 0), [MapError::NotBuilt; 4], "the maps are per local device");
+        assert_eq!(set.mla_idx_to_rid(0, 2), Err(MapError::MlaAbsent { mla_idx: 2 }));
         for port in [-1, 4, i32::MAX] {
-            assert_eq!(
-                set.get_peer_mla_idx(0, 0, port),
-                Err(MapError::PortOutOfRange { mla_idx: 0, port })
-            );
+            assert_eq!(set.get_peer_mla_idx(0, 0, port), Err(MapError::PortOutOfRange { mla_idx: 0, port }));
         }
-        assert_eq!(
-            set.directly_connected(0, 0, 32),
-            Err(MapError::MlaIndexOutOfRange { mla_idx: 32 })
-        );
+        assert_eq!(set.directly_connected(0, 0, 32), Err(MapError::MlaIndexOutOfRange { mla_idx: 32 }));
         for rid in [-1, 32, i32::MIN, i32::MAX] {
-            assert_eq!(
-                set.rid_to_mla_idx(0, rid),
-                Err(MapError::RidOutOfRange { rid })
-            );
+            assert_eq!(set.rid_to_mla_idx(0, rid), Err(MapError::RidOutOfRange { rid }));
         }
-        let asserts = [
-            MapError::NetDevice,
-            MapError::NotBuilt,
-            MapError::MlaIndexOutOfRange { mla_idx: 32 },
-        ];
+        let asserts = [MapError::NetDevice, MapError::NotBuilt, MapError::MlaIndexOutOfRange { mla_idx: 32 }];
         assert!(asserts.iter().all(|e| e.fault() == MapFault::Assertion));
     }
 
@@ -710,41 +550,18 @@ mod tests {
         let good = fabric(Family::Trn2, 0, &RIDS);
         let mut maps = built(&good, 16);
         let before = maps.clone();
-        let no_table =
-            Fabric::new(Family::Trn2, 0, None, &Wiring::Family, PortRemap::default()).unwrap();
+        let no_table = Fabric::new(Family::Trn2, 0, None, &Wiring::Family, PortRemap::default()).unwrap();
         let error = maps.build(&no_table, &[0], &[0]).unwrap_err();
         assert_eq!(error.fault(), MapFault::Failure);
-        assert!(
-            error
-                .to_string()
-                .starts_with("Failed to retrieve host device ID to routing ID map")
-        );
+        assert!(error.to_string().starts_with("Failed to retrieve host device ID to routing ID map"));
         let error = maps.build(&good, &[0], &[99]).unwrap_err();
-        assert_eq!(
-            (error, error.fault()),
-            (
-                MapError::UnknownHostDevice { host_device_id: 99 },
-                MapFault::Failure
-            )
-        );
+        assert_eq!((error, error.fault()), (MapError::UnknownHostDevice { host_device_id: 99 }, MapFault::Failure));
         let error = maps.build(&good, &[0, 1], &[0]).unwrap_err();
         assert_eq!(error.fault(), MapFault::Invalid);
-        assert_eq!(
-            error.to_string(),
-            "2 accelerator indexes but 1 host device ids; pass two lists of the same length"
-        );
-        assert_eq!(
-            maps.build(&good, &[0, 0], &[0, 1]),
-            Err(MapError::Duplicate { mla_idx: 0, rid: 1 })
-        );
-        assert_eq!(
-            maps.build(&good, &[0, 1], &[0, 0]),
-            Err(MapError::Duplicate { mla_idx: 1, rid: 0 })
-        );
-        assert_eq!(
-            maps.build(&good, &[32], &[0]),
-            Err(MapError::MlaIndexOutOfRange { mla_idx: 32 })
-        );
+        assert_eq!(error.to_string(), "2 accelerator indexes but 1 host device ids; pass two lists of the same length");
+        assert_eq!(maps.build(&good, &[0, 0], &[0, 1]), Err(MapError::Duplicate { mla_idx: 0, rid: 1 }));
+        assert_eq!(maps.build(&good, &[0, 1], &[0, 0]), Err(MapError::Duplicate { mla_idx: 1, rid: 0 }));
+        assert_eq!(maps.build(&good, &[32], &[0]), Err(MapError::MlaIndexOutOfRange { mla_idx: 32 }));
         assert_eq!(maps, before);
     }
 

@@ -65,9 +65,7 @@ pub enum PodError {
         pod_type: u32,
     },
     /// The node is not in the pod.
-    #[error(
-        "Invalid pod_node_id: {node} (pod_size: {pod_size}) pod_type:{pod_type}; expected a node id below {limit}"
-    )]
+    #[error("Invalid pod_node_id: {node} (pod_size: {pod_size}) pod_type:{pod_type}; expected a node id below {limit}")]
     InvalidNode {
         /// The node id.
         node: i64,
@@ -79,17 +77,13 @@ pub enum PodError {
         limit: u32,
     },
     /// A neighbour along a pod port was asked for where there are no such ports.
-    #[error(
-        "the server has no P2P pod ports (pod_type:{pod_type}); ask for a pod's peer node only in a P2P pod"
-    )]
+    #[error("the server has no P2P pod ports (pod_type:{pod_type}); ask for a pod's peer node only in a P2P pod")]
     NotP2p {
         /// The pod's type.
         pod_type: u32,
     },
     /// The accelerator does not exist.
-    #[error(
-        "device {nec_dev_id} does not exist on this server; pass an id that nec_get_device_count lists"
-    )]
+    #[error("device {nec_dev_id} does not exist on this server; pass an id that nec_get_device_count lists")]
     NoSuchDevice {
         /// The device id.
         nec_dev_id: u32,
@@ -112,20 +106,13 @@ impl PodConfig {
             PodType::P2p => self.pod_size,
             PodType::Switch => SWITCH_POD_NODES,
             PodType::Invalid => {
-                return Err(PodError::InvalidType {
-                    pod_type: pod_type.number(),
-                });
+                return Err(PodError::InvalidType { pod_type: pod_type.number() });
             }
         };
         if (0..i64::from(limit)).contains(&node) {
             Ok(())
         } else {
-            Err(PodError::InvalidNode {
-                node,
-                pod_size: self.pod_size,
-                pod_type: pod_type.number(),
-                limit,
-            })
+            Err(PodError::InvalidNode { node, pod_size: self.pod_size, pod_type: pod_type.number(), limit })
         }
     }
 
@@ -135,9 +122,7 @@ impl PodConfig {
     /// [`PodError::NotP2p`] outside a P2P pod, [`PodError::InvalidNode`] for a node that is not in it.
     pub fn p2p_peer_node(&self, node: i32, port_distance: u32) -> Result<i32, PodError> {
         if self.pod_type != PodType::P2p {
-            return Err(PodError::NotP2p {
-                pod_type: self.pod_type.number(),
-            });
+            return Err(PodError::NotP2p { pod_type: self.pod_type.number() });
         }
         self.check_node(PodType::P2p, i64::from(node))?;
         let peer = (i64::from(node) + i64::from(port_distance)) % i64::from(self.pod_size);
@@ -180,37 +165,20 @@ mod tests {
     use proptest::prelude::*;
 
     fn pod(pod_type: PodType, node_id: u32, pod_size: u32) -> PodConfig {
-        PodConfig {
-            pod_type,
-            pod_id: 1,
-            node_id,
-            pod_size,
-        }
+        PodConfig { pod_type, pod_id: 1, node_id, pod_size }
     }
 
     #[test]
     fn pod_types_have_the_original_numbers() {
-        for (number, kind) in [
-            (0, PodType::None),
-            (1, PodType::P2p),
-            (2, PodType::Switch),
-            (3, PodType::Invalid),
-        ] {
-            assert_eq!(
-                (PodType::from_number(number), kind.number()),
-                (kind, number)
-            );
+        for (number, kind) in [(0, PodType::None), (1, PodType::P2p), (2, PodType::Switch), (3, PodType::Invalid)] {
+            assert_eq!((PodType::from_number(number), kind.number()), (kind, number));
         }
         assert_eq!(PodType::from_number(77), PodType::Invalid);
     }
 
     #[test]
     fn the_validity_rule_is_the_original_one() {
-        assert_eq!(
-            pod(PodType::None, 99, 0).validate(),
-            Ok(()),
-            "NONE is not checked"
-        );
+        assert_eq!(pod(PodType::None, 99, 0).validate(), Ok(()), "NONE is not checked");
         assert_eq!(pod(PodType::P2p, 7, 8).validate(), Ok(()));
         assert_eq!(
             pod(PodType::P2p, 8, 8).validate().unwrap_err().to_string(),
@@ -219,17 +187,11 @@ mod tests {
         // A switch pod has 4 nodes whatever its size says.
         assert_eq!(pod(PodType::Switch, 3, 2).validate(), Ok(()));
         assert_eq!(
-            pod(PodType::Switch, 4, 16)
-                .validate()
-                .unwrap_err()
-                .to_string(),
+            pod(PodType::Switch, 4, 16).validate().unwrap_err().to_string(),
             "Invalid pod_node_id: 4 (pod_size: 16) pod_type:2; expected a node id below 4"
         );
         assert_eq!(
-            pod(PodType::Invalid, 0, 4)
-                .validate()
-                .unwrap_err()
-                .to_string(),
+            pod(PodType::Invalid, 0, 4).validate().unwrap_err().to_string(),
             "Invalid pod_type: 3; expected 0 (none), 1 (P2P) or 2 (switch)"
         );
     }
@@ -237,62 +199,24 @@ mod tests {
     #[test]
     fn a_p2p_pod_is_a_ring_of_nodes() {
         let four = pod(PodType::P2p, 0, 4);
-        assert_eq!(
-            [0, 1, 2, 3].map(|node| four.p2p_peer_node(node, 1)),
-            [Ok(1), Ok(2), Ok(3), Ok(0)]
-        );
-        assert_eq!(
-            four.p2p_peer_node(3, u32::MAX),
-            Ok(2),
-            "3 + 2^32 - 1 = 2 mod 4"
-        );
-        assert!(matches!(
-            four.p2p_peer_node(4, 1),
-            Err(PodError::InvalidNode {
-                node: 4,
-                limit: 4,
-                ..
-            })
-        ));
-        assert!(matches!(
-            four.p2p_peer_node(-1, 1),
-            Err(PodError::InvalidNode { node: -1, .. })
-        ));
-        assert_eq!(
-            pod(PodType::None, 0, 4).p2p_peer_node(0, 1),
-            Err(PodError::NotP2p { pod_type: 0 })
-        );
+        assert_eq!([0, 1, 2, 3].map(|node| four.p2p_peer_node(node, 1)), [Ok(1), Ok(2), Ok(3), Ok(0)]);
+        assert_eq!(four.p2p_peer_node(3, u32::MAX), Ok(2), "3 + 2^32 - 1 = 2 mod 4");
+        assert!(matches!(four.p2p_peer_node(4, 1), Err(PodError::InvalidNode { node: 4, limit: 4, .. })));
+        assert!(matches!(four.p2p_peer_node(-1, 1), Err(PodError::InvalidNode { node: -1, .. })));
+        assert_eq!(pod(PodType::None, 0, 4).p2p_peer_node(0, 1), Err(PodError::NotP2p { pod_type: 0 }));
         assert!(pod(PodType::P2p, 0, 0).p2p_peer_node(0, 1).is_err());
     }
 
     #[test]
     fn access_depends_on_the_type_of_pod() {
         let four = pod(PodType::P2p, 0, 4);
-        assert_eq!(
-            four.can_access_peer_node(PodType::P2p, 5, 0, 5, 3),
-            Ok(true)
-        );
-        assert_eq!(
-            four.can_access_peer_node(PodType::P2p, 5, 0, 6, 3),
-            Ok(false)
-        );
-        assert_eq!(
-            four.can_access_peer_node(PodType::P2p, 5, 1, 6, 1),
-            Ok(true)
-        );
-        assert_eq!(
-            four.can_access_peer_node(PodType::Switch, 5, 0, 6, 3),
-            Ok(true)
-        );
-        assert_eq!(
-            four.can_access_peer_node(PodType::None, 5, 0, 5, 1),
-            Ok(false)
-        );
+        assert_eq!(four.can_access_peer_node(PodType::P2p, 5, 0, 5, 3), Ok(true));
+        assert_eq!(four.can_access_peer_node(PodType::P2p, 5, 0, 6, 3), Ok(false));
+        assert_eq!(four.can_access_peer_node(PodType::P2p, 5, 1, 6, 1), Ok(true));
+        assert_eq!(four.can_access_peer_node(PodType::Switch, 5, 0, 6, 3), Ok(true));
+        assert_eq!(four.can_access_peer_node(PodType::None, 5, 0, 5, 1), Ok(false));
         assert!(four.can_access_peer_node(PodType::P2p, 5, 0, 5, 4).is_err());
-        assert!(
-            four.can_access_peer_node(PodType::Invalid, 5, 0, 5, 1)
-                .is_err()
-        );
+        assert!(four.can_access_peer_node(PodType::Invalid, 5, 0, 5, 1).is_err());
     }
 
     proptest! {

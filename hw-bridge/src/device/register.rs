@@ -46,20 +46,14 @@ impl IncrementRegister {
 
     /// The same, which also keeps the first `capacity` stored values for [`IncrementRegister::recorded`].
     pub fn recording(capacity: usize) -> IncrementRegister {
-        IncrementRegister {
-            record: (0..capacity).map(|_| AtomicU64::new(0)).collect(),
-            ..IncrementRegister::default()
-        }
+        IncrementRegister { record: (0..capacity).map(|_| AtomicU64::new(0)).collect(), ..IncrementRegister::default() }
     }
 
     /// Stores to the register: records the store and adds `value` to the semaphore, modulo 2^32.
     pub fn store(&self, value: u32) {
         // The record comes first, so that whoever sees the new semaphore value also sees the store that made it.
         let position = self.stores.fetch_add(1, Ordering::AcqRel);
-        if let Some(slot) = usize::try_from(position)
-            .ok()
-            .and_then(|p| self.record.get(p))
-        {
+        if let Some(slot) = usize::try_from(position).ok().and_then(|p| self.record.get(p)) {
             slot.store(WRITTEN | u64::from(value), Ordering::Release);
         }
         self.last.store(value, Ordering::Release);
@@ -84,10 +78,7 @@ impl IncrementRegister {
     /// The first stored values in order, as many as the capacity given to [`IncrementRegister::recording`].
     pub fn recorded(&self) -> Vec<u32> {
         let slots = self.record.iter().map(|slot| slot.load(Ordering::Acquire));
-        slots
-            .take_while(|slot| slot & WRITTEN != 0)
-            .map(|slot| (slot & u64::from(u32::MAX)) as u32)
-            .collect()
+        slots.take_while(|slot| slot & WRITTEN != 0).map(|slot| (slot & u64::from(u32::MAX)) as u32).collect()
     }
 }
 
@@ -113,10 +104,7 @@ mod tests {
         let register = IncrementRegister::recording(8);
         nec_inc_semaphore(&register, 3);
         nec_inc_semaphore(&register, 4);
-        assert_eq!(
-            (register.value(), register.stores(), register.last_store()),
-            (7, 2, 4)
-        );
+        assert_eq!((register.value(), register.stores(), register.last_store()), (7, 2, 4));
         // One call is one store of exactly the value: nothing was added before it reached the register.
         assert_eq!(register.recorded(), [3, 4]);
     }

@@ -100,10 +100,7 @@ impl Family {
 
     /// The family named so, in any case of letters; `UNKNOWN` is not a name one can ask for.
     pub fn from_name(name: &str) -> Option<Family> {
-        Self::ALL[1..]
-            .iter()
-            .copied()
-            .find(|family| family.name().eq_ignore_ascii_case(name))
+        Self::ALL[1..].iter().copied().find(|family| family.name().eq_ignore_ascii_case(name))
     }
 
     /// The silicon, or `None` for the two families that this model does not have (`UNKNOWN`, `INF1`).
@@ -176,11 +173,8 @@ impl Family {
 
     /// The names that [`Family::from_name`] knows and the model has, for error texts.
     pub(super) fn modelled_names() -> String {
-        let names: Vec<String> = Self::ALL
-            .iter()
-            .filter(|f| f.arch().is_some())
-            .map(|f| f.name().to_ascii_lowercase())
-            .collect();
+        let names: Vec<String> =
+            Self::ALL.iter().filter(|f| f.arch().is_some()).map(|f| f.name().to_ascii_lowercase()).collect();
         names.join(", ")
     }
 }
@@ -275,17 +269,15 @@ impl Size {
         if name.eq_ignore_ascii_case("1xlarge") || name.eq_ignore_ascii_case("xl") {
             return Some(Size::Xl1);
         }
-        known.iter().copied().find(|size| {
-            size.name().eq_ignore_ascii_case(name) || size.product_name().eq_ignore_ascii_case(name)
-        })
+        known
+            .iter()
+            .copied()
+            .find(|size| size.name().eq_ignore_ascii_case(name) || size.product_name().eq_ignore_ascii_case(name))
     }
 
     /// The names that [`Size::from_name`] knows, for error texts.
     pub(super) fn known_names() -> String {
-        let names: Vec<&str> = Self::ALL[..Self::ALL.len() - 1]
-            .iter()
-            .map(|s| s.product_name())
-            .collect();
+        let names: Vec<&str> = Self::ALL[..Self::ALL.len() - 1].iter().map(|s| s.product_name()).collect();
         names.join(", ")
     }
 }
@@ -387,10 +379,7 @@ impl Arch {
             Arch::Sunda => [0, 1],
             Arch::Cayman | Arch::Mariana => [4, 5],
         };
-        usize::try_from(index)
-            .ok()
-            .and_then(|i| map.get(i).copied())
-            .unwrap_or(-1)
+        usize::try_from(index).ok().and_then(|i| map.get(i).copied()).unwrap_or(-1)
     }
 
     /// Folds of inter-RDH. The sources give mariana's value only; the other two follow it.
@@ -400,11 +389,7 @@ impl Arch {
 
     /// Relative index (0 to 3) of a queue that collectives may use.
     pub fn relative_queue(self, queue: u32) -> Option<u32> {
-        CC_QUEUES
-            .iter()
-            .zip(0..)
-            .find(|(q, _)| **q == queue)
-            .map(|(_, index)| index)
+        CC_QUEUES.iter().zip(0..).find(|(q, _)| **q == queue).map(|(_, index)| index)
     }
 
     /// Valid size of one state-buffer partition in bytes.
@@ -479,12 +464,8 @@ pub struct CoreTypeError {
 
 impl Numbering {
     /// Every numbering.
-    pub const ALL: [Numbering; 4] = [
-        Numbering::Encoder,
-        Numbering::FirmwareCarrier,
-        Numbering::ExtendedInstruction,
-        Numbering::GpsimdCoreKind,
-    ];
+    pub const ALL: [Numbering; 4] =
+        [Numbering::Encoder, Numbering::FirmwareCarrier, Numbering::ExtendedInstruction, Numbering::GpsimdCoreKind];
 
     const fn known(self) -> &'static str {
         match self {
@@ -498,12 +479,7 @@ impl Numbering {
 
 impl CoreType {
     /// Every core type.
-    pub const ALL: [CoreType; 4] = [
-        CoreType::Sunda,
-        CoreType::Cayman,
-        CoreType::Mariana,
-        CoreType::MarianaPlus,
-    ];
+    pub const ALL: [CoreType; 4] = [CoreType::Sunda, CoreType::Cayman, CoreType::Mariana, CoreType::MarianaPlus];
 
     /// The silicon.
     pub const fn arch(self) -> Arch {
@@ -538,14 +514,11 @@ impl CoreType {
     /// # Errors
     /// [`CoreTypeError`] if that layer has no such number.
     pub fn from_number(numbering: Numbering, number: u32) -> Result<CoreType, CoreTypeError> {
-        Self::ALL
-            .into_iter()
-            .find(|core_type| core_type.number(numbering) == number)
-            .ok_or(CoreTypeError {
-                number,
-                numbering,
-                known: numbering.known(),
-            })
+        Self::ALL.into_iter().find(|core_type| core_type.number(numbering) == number).ok_or(CoreTypeError {
+            number,
+            numbering,
+            known: numbering.known(),
+        })
     }
 
     /// Translates a number at the boundary between two layers (INV-16).
@@ -595,9 +568,7 @@ mod tests {
 
     #[test]
     fn sizes_have_the_original_numbers_and_names() {
-        let names = [
-            "1XL", "2XL", "4XL", "6XL", "8XL", "24XL", "32XL", "48XL", "3XL", "UNKNOWN",
-        ];
+        let names = ["1XL", "2XL", "4XL", "6XL", "8XL", "24XL", "32XL", "48XL", "3XL", "UNKNOWN"];
         for (number, name) in (0u32..).zip(names) {
             let size = Size::from_number(number).unwrap();
             assert_eq!((size.number(), size.name()), (number, name));
@@ -614,29 +585,16 @@ mod tests {
     #[test]
     fn family_predicates_hold_for_exactly_the_listed_numbers() {
         let holding = |predicate: fn(Family) -> bool| -> Vec<u32> {
-            Family::ALL
-                .into_iter()
-                .filter(|f| predicate(*f))
-                .map(Family::number)
-                .collect()
+            Family::ALL.into_iter().filter(|f| predicate(*f)).map(Family::number).collect()
         };
         assert_eq!(holding(Family::is_trn1_family), [2, 3]);
         assert_eq!(holding(Family::is_inf2_family), [4, 7]);
-        assert_eq!(
-            holding(Family::is_trn2_family),
-            [5, 6, 8, 9, 10, 11, 12, 13]
-        );
+        assert_eq!(holding(Family::is_trn2_family), [5, 6, 8, 9, 10, 11, 12, 13]);
         assert_eq!(holding(Family::is_trn3_family), [14, 15]);
-        assert_eq!(
-            holding(Family::is_trn2_or_trn3_family),
-            [5, 6, 8, 9, 10, 11, 12, 13, 14, 15]
-        );
+        assert_eq!(holding(Family::is_trn2_or_trn3_family), [5, 6, 8, 9, 10, 11, 12, 13, 14, 15]);
         assert_eq!(holding(Family::is_switch_v1), [15]);
         assert_eq!(holding(|f| f.arch() == Some(Arch::Sunda)), [2, 3, 4, 7]);
-        assert_eq!(
-            holding(|f| f.arch() == Some(Arch::Cayman)),
-            [5, 6, 8, 9, 10, 11, 12, 13]
-        );
+        assert_eq!(holding(|f| f.arch() == Some(Arch::Cayman)), [5, 6, 8, 9, 10, 11, 12, 13]);
         assert_eq!(holding(|f| f.arch() == Some(Arch::Mariana)), [14, 15]);
         assert_eq!(holding(|f| f.arch().is_none()), [0, 1]);
     }
@@ -645,25 +603,13 @@ mod tests {
     #[test]
     fn fabric_size_and_mesh_folds_depend_on_switch_v1_and_not_on_the_silicon() {
         for family in Family::ALL {
-            let expected = if family.number() == 15 {
-                (32, 16)
-            } else {
-                (16, 8)
-            };
-            assert_eq!(
-                (family.max_devices(), family.max_mesh_folds()),
-                expected,
-                "{}",
-                family.name()
-            );
+            let expected = if family.number() == 15 { (32, 16) } else { (16, 8) };
+            assert_eq!((family.max_devices(), family.max_mesh_folds()), expected, "{}", family.name());
         }
         // The same silicon answers both ways, so no constant of the architecture can be right.
         assert_eq!(Family::Trn3.arch(), Family::Trn3Pds98.arch());
         assert_ne!(Family::Trn3.max_devices(), Family::Trn3Pds98.max_devices());
-        assert_ne!(
-            Family::Trn3.max_mesh_folds(),
-            Family::Trn3Pds98.max_mesh_folds()
-        );
+        assert_ne!(Family::Trn3.max_mesh_folds(), Family::Trn3Pds98.max_mesh_folds());
     }
 
     #[test]
@@ -680,38 +626,22 @@ mod tests {
             )
         };
         assert_eq!(row(Arch::Sunda), (2, 2, 2, None, (0, 1, -1), 0x30000, 1));
-        assert_eq!(
-            row(Arch::Cayman),
-            (3, 8, 4, Some(1), (4, 5, -1), 0x38000, 2)
-        );
-        assert_eq!(
-            row(Arch::Mariana),
-            (4, 8, 4, Some(2), (4, 5, -1), 0x40000, 2)
-        );
+        assert_eq!(row(Arch::Cayman), (3, 8, 4, Some(1), (4, 5, -1), 0x38000, 2));
+        assert_eq!(row(Arch::Mariana), (4, 8, 4, Some(2), (4, 5, -1), 0x40000, 2));
         for arch in Arch::ALL {
-            assert_eq!(
-                [0, 1, 2, 3, 7].map(|core| arch.sengine_of_core(core)),
-                [0, 0, 1, 1, 3]
-            );
+            assert_eq!([0, 1, 2, 3, 7].map(|core| arch.sengine_of_core(core)), [0, 0, 1, 1, 3]);
             assert_eq!(
                 [11, 12, 13, 14, 15, 0].map(|q| arch.relative_queue(q)),
                 [Some(0), Some(1), Some(2), None, Some(3), None]
             );
             assert_eq!(
-                (
-                    arch.state_buffer_ports(),
-                    arch.state_buffer_partitions(),
-                    arch.inter_rdh_folds()
-                ),
+                (arch.state_buffer_ports(), arch.state_buffer_partitions(), arch.inter_rdh_folds()),
                 (16, 128, 2)
             );
             assert!(arch.name().len() <= 15);
         }
         assert_eq!(Arch::Sunda.die_of_core(1), None);
-        assert_eq!(
-            [0, 3, 4, 7].map(|core| Arch::Cayman.die_of_core(core)),
-            [Some(0), Some(0), Some(1), Some(1)]
-        );
+        assert_eq!([0, 3, 4, 7].map(|core| Arch::Cayman.die_of_core(core)), [Some(0), Some(0), Some(1), Some(1)]);
         assert_eq!(Family::Trn1.pci_device_ids(), [0x7164]);
         assert_eq!(Family::Inf2.pci_device_ids(), [0x7264]);
         assert_eq!(Family::Trn2U.pci_device_ids(), [0x7364]);
@@ -730,19 +660,10 @@ mod tests {
         ];
         for (from, from_numbers) in table {
             for (to, to_numbers) in table {
-                for (i, (number, expected)) in from_numbers.into_iter().zip(to_numbers).enumerate()
-                {
+                for (i, (number, expected)) in from_numbers.into_iter().zip(to_numbers).enumerate() {
                     // The encoder's 4 stands for both tiers and is read as the plain one.
-                    let expected = if from == Numbering::Encoder && i == 3 {
-                        to_numbers[2]
-                    } else {
-                        expected
-                    };
-                    assert_eq!(
-                        CoreType::translate(number, from, to),
-                        Ok(expected),
-                        "{number} {from:?} -> {to:?}"
-                    );
+                    let expected = if from == Numbering::Encoder && i == 3 { to_numbers[2] } else { expected };
+                    assert_eq!(CoreType::translate(number, from, to), Ok(expected), "{number} {from:?} -> {to:?}");
                 }
             }
             for number in (0..40).filter(|n| !from_numbers.contains(n)) {
@@ -752,9 +673,7 @@ mod tests {
         }
         // Passing a number through untranslated is the mistake: no carrier's number means anything to the encoder.
         assert_eq!(
-            CoreType::from_number(Numbering::Encoder, 12)
-                .unwrap_err()
-                .to_string(),
+            CoreType::from_number(Numbering::Encoder, 12).unwrap_err().to_string(),
             "core type 12 does not exist in the Encoder numbering, which has 2, 3, 4; translate the number at the \
              boundary of the layer it came from"
         );
@@ -762,33 +681,12 @@ mod tests {
 
     #[test]
     fn product_names_follow_the_exceptions() {
-        assert_eq!(
-            identify_product("trn2.48xlarge", Arch::Cayman),
-            (Family::Trn2, Size::Xl48)
-        );
-        assert_eq!(
-            identify_product("trn1n.32xlarge", Arch::Sunda),
-            (Family::Trn1N, Size::Xl32)
-        );
-        assert_eq!(
-            identify_product("EPIC-TGH7-x.48xlarge", Arch::Cayman),
-            (Family::Trn2, Size::Xl48)
-        );
-        assert_eq!(
-            identify_product("prototype", Arch::Mariana),
-            (Family::Trn3, Size::Xl2)
-        );
-        assert_eq!(
-            identify_product("trn3pds98.48xlarge", Arch::Mariana),
-            (Family::Trn3Pds98, Size::Xl48)
-        );
-        assert_eq!(
-            identify_product("prototype", Arch::Cayman),
-            (Family::Unknown, Size::Unknown)
-        );
-        assert_eq!(
-            identify_product("trn2.17xlarge", Arch::Cayman),
-            (Family::Trn2, Size::Unknown)
-        );
+        assert_eq!(identify_product("trn2.48xlarge", Arch::Cayman), (Family::Trn2, Size::Xl48));
+        assert_eq!(identify_product("trn1n.32xlarge", Arch::Sunda), (Family::Trn1N, Size::Xl32));
+        assert_eq!(identify_product("EPIC-TGH7-x.48xlarge", Arch::Cayman), (Family::Trn2, Size::Xl48));
+        assert_eq!(identify_product("prototype", Arch::Mariana), (Family::Trn3, Size::Xl2));
+        assert_eq!(identify_product("trn3pds98.48xlarge", Arch::Mariana), (Family::Trn3Pds98, Size::Xl48));
+        assert_eq!(identify_product("prototype", Arch::Cayman), (Family::Unknown, Size::Unknown));
+        assert_eq!(identify_product("trn2.17xlarge", Arch::Cayman), (Family::Trn2, Size::Unknown));
     }
 }

@@ -105,23 +105,11 @@ impl Fabric {
         wiring: &Wiring,
         remap: PortRemap,
     ) -> Result<Fabric, DeviceError> {
-        let mut fabric = Fabric {
-            family,
-            server_id,
-            host_to_rid,
-            peers: [[None; PORTS_PER_MLA]; MAX_MLA_DEVICES],
-            remap,
-        };
-        let present: BTreeSet<i32> = fabric
-            .host_to_rid
-            .iter()
-            .flatten()
-            .map(|(_, rid)| fabric.in_server(*rid))
-            .collect();
-        let present: Vec<i32> = present
-            .into_iter()
-            .filter(|rid| (0..MAX_MLA_DEVICES as i32).contains(rid))
-            .collect();
+        let mut fabric =
+            Fabric { family, server_id, host_to_rid, peers: [[None; PORTS_PER_MLA]; MAX_MLA_DEVICES], remap };
+        let present: BTreeSet<i32> =
+            fabric.host_to_rid.iter().flatten().map(|(_, rid)| fabric.in_server(*rid)).collect();
+        let present: Vec<i32> = present.into_iter().filter(|rid| (0..MAX_MLA_DEVICES as i32).contains(rid)).collect();
         let steps: &[i32] = match wiring {
             Wiring::Family if family.is_switch_v1() => &[1, -1, 2, -2],
             Wiring::Family if family.is_inf2_family() => &[1, -1],
@@ -158,11 +146,7 @@ impl Fabric {
 
     /// A routing id without its server part: `rid & 0xF` on switch-v1, else unchanged.
     pub fn in_server(&self, rid: i32) -> i32 {
-        if self.family.is_switch_v1() {
-            rid & RID_INDEX_MASK
-        } else {
-            rid
-        }
+        if self.family.is_switch_v1() { rid & RID_INDEX_MASK } else { rid }
     }
 
     /// The server part of a routing id on switch-v1: `rid >> 4`.
@@ -184,15 +168,8 @@ impl Fabric {
     fn wire_torus(&mut self, present: &[i32]) {
         for &rid in present.iter().filter(|rid| **rid < TORUS_SIDE * TORUS_SIDE) {
             let (row, column) = (rid / TORUS_SIDE, rid % TORUS_SIDE);
-            let at = |row: i32, column: i32| {
-                row.rem_euclid(TORUS_SIDE) * TORUS_SIDE + column.rem_euclid(TORUS_SIDE)
-            };
-            let peers = [
-                at(row, column + 1),
-                at(row, column - 1),
-                at(row + 1, column),
-                at(row - 1, column),
-            ];
+            let at = |row: i32, column: i32| row.rem_euclid(TORUS_SIDE) * TORUS_SIDE + column.rem_euclid(TORUS_SIDE);
+            let peers = [at(row, column + 1), at(row, column - 1), at(row + 1, column), at(row - 1, column)];
             self.peers[rid as usize] = peers.map(|peer| Some(peer).filter(|p| present.contains(p)));
         }
     }
@@ -209,9 +186,7 @@ impl Fabric {
     }
 
     fn wire_table(&mut self, table: &[PortPeers]) -> Result<(), DeviceError> {
-        let refuse = |rid: usize, port: usize, reason: &'static str| {
-            Err(DeviceError::Wiring { rid, port, reason })
-        };
+        let refuse = |rid: usize, port: usize, reason: &'static str| Err(DeviceError::Wiring { rid, port, reason });
         if table.len() > MAX_MLA_DEVICES {
             return refuse(MAX_MLA_DEVICES, 0, "the table has more than 32 rows");
         }
@@ -219,11 +194,7 @@ impl Fabric {
             for (port, peer) in row.iter().enumerate() {
                 let Some(peer) = *peer else { continue };
                 let Some(back) = usize::try_from(peer).ok().and_then(|p| table.get(p)) else {
-                    return refuse(
-                        rid,
-                        port,
-                        "it leads to a routing id that the table has no row for",
-                    );
+                    return refuse(rid, port, "it leads to a routing id that the table has no row for");
                 };
                 if peer as usize == rid {
                     return refuse(rid, port, "it leads back to its own accelerator");
@@ -260,33 +231,19 @@ mod tests {
             for port in 0..4 {
                 if let Some(peer) = fabric.peer_rid(rid, port) {
                     assert_ne!(peer, rid);
-                    assert_eq!(
-                        fabric.peer_rid(peer, port ^ 1),
-                        Some(rid),
-                        "rid {rid} port {port}"
-                    );
+                    assert_eq!(fabric.peer_rid(peer, port ^ 1), Some(rid), "rid {rid} port {port}");
                 }
             }
         }
     }
 
     fn degree(fabric: &Fabric, rid: i32) -> usize {
-        row(fabric, rid)
-            .into_iter()
-            .flatten()
-            .collect::<BTreeSet<i32>>()
-            .len()
+        row(fabric, rid).into_iter().flatten().collect::<BTreeSet<i32>>().len()
     }
 
     #[test]
     fn sixteen_accelerators_make_a_4_by_4_torus() {
-        for family in [
-            Family::Trn1,
-            Family::Trn1N,
-            Family::Trn2,
-            Family::Trn2UAC,
-            Family::Trn3,
-        ] {
+        for family in [Family::Trn1, Family::Trn1N, Family::Trn2, Family::Trn2UAC, Family::Trn3] {
             let torus = fabric(family, 16, Wiring::Family);
             assert_symmetric(&torus);
             assert!((0..16).all(|rid| degree(&torus, rid) == 4));
@@ -308,12 +265,7 @@ mod tests {
         assert_eq!(row(&eight, 1), [Some(2), Some(0), Some(5), None]);
         assert_eq!(row(&eight, 5), [Some(6), Some(4), None, Some(1)]);
         for family in [Family::Trn2, Family::Inf2, Family::Trn3Pds98] {
-            assert_eq!(
-                row(&fabric(family, 1, Wiring::Family), 0),
-                [None; 4],
-                "{}",
-                family.name()
-            );
+            assert_eq!(row(&fabric(family, 1, Wiring::Family), 0), [None; 4], "{}", family.name());
         }
     }
 
@@ -330,53 +282,26 @@ mod tests {
     fn switch_v1_pairs_everyone_with_four_partners_and_masks_the_server() {
         // The routing ids carry the server number 2 in their upper bits.
         let rids = Some((0..16).map(|i| (i, 2 * 16 + i)).collect());
-        let switch = Fabric::new(
-            Family::Trn3Pds98,
-            2,
-            rids,
-            &Wiring::Family,
-            PortRemap::default(),
-        )
-        .unwrap();
+        let switch = Fabric::new(Family::Trn3Pds98, 2, rids, &Wiring::Family, PortRemap::default()).unwrap();
         assert_symmetric(&switch);
         assert!((0..16).all(|rid| degree(&switch, rid) == 4));
         assert_eq!(row(&switch, 0), [Some(1), Some(15), Some(2), Some(14)]);
         assert_eq!((switch.in_server(0x25), switch.server_of(0x25)), (5, 2));
         // Elsewhere a routing id has no server part.
-        assert_eq!(
-            fabric(Family::Trn3, 16, Wiring::Family).in_server(0x25),
-            0x25
-        );
+        assert_eq!(fabric(Family::Trn3, 16, Wiring::Family).in_server(0x25), 0x25);
     }
 
     #[test]
     fn a_table_states_its_own_wiring_and_is_checked() {
-        let make = |table| {
-            Fabric::new(
-                Family::Trn2,
-                0,
-                identity(2),
-                &Wiring::Table(table),
-                PortRemap::default(),
-            )
-        };
-        let pair = make(vec![
-            [None, None, Some(1), None],
-            [Some(0), None, None, None],
-        ])
-        .unwrap();
-        assert_eq!(
-            (row(&pair, 0), row(&pair, 1)),
-            ([None, None, Some(1), None], [Some(0), None, None, None])
-        );
+        let make = |table| Fabric::new(Family::Trn2, 0, identity(2), &Wiring::Table(table), PortRemap::default());
+        let pair = make(vec![[None, None, Some(1), None], [Some(0), None, None, None]]).unwrap();
+        assert_eq!((row(&pair, 0), row(&pair, 1)), ([None, None, Some(1), None], [Some(0), None, None, None]));
         let reason = |table: Vec<PortPeers>| make(table).unwrap_err().to_string();
         assert_eq!(
             reason(vec![[Some(1), None, None, None], [None; 4]]),
             "port 0 of routing id 0 is wired wrongly: no port of the peer leads back; correct the wiring table"
         );
-        assert!(
-            reason(vec![[None, Some(0), None, None]]).contains("leads back to its own accelerator")
-        );
+        assert!(reason(vec![[None, Some(0), None, None]]).contains("leads back to its own accelerator"));
         assert!(reason(vec![[Some(9), None, None, None]]).contains("no row for"));
         assert!(reason(vec![[Some(-1), None, None, None]]).contains("no row for"));
         assert!(reason(vec![[None; 4]; 33]).contains("more than 32 rows"));
@@ -386,15 +311,9 @@ mod tests {
     #[test]
     fn a_port_remap_is_a_permutation_and_need_not_be_its_own_inverse() {
         let rotate = PortRemap::uniform([1, 2, 3, 0]).unwrap();
-        assert_eq!(
-            [0, 1, 2, 3].map(|p| rotate.port(31, p)),
-            [Some(1), Some(2), Some(3), Some(0)]
-        );
+        assert_eq!([0, 1, 2, 3].map(|p| rotate.port(31, p)), [Some(1), Some(2), Some(3), Some(0)]);
         assert_eq!((rotate.port(32, 0), rotate.port(0, 4)), (None, None));
-        assert_eq!(
-            [0, 1, 2, 3].map(|p| PortRemap::default().port(7, p)),
-            [Some(0), Some(1), Some(2), Some(3)]
-        );
+        assert_eq!([0, 1, 2, 3].map(|p| PortRemap::default().port(7, p)), [Some(0), Some(1), Some(2), Some(3)]);
         assert_eq!(
             PortRemap::uniform([0, 0, 2, 3]).unwrap_err().to_string(),
             "the port remap of accelerator 0 is [0, 0, 2, 3], which is no permutation of the ports 0 to 3; correct the row"

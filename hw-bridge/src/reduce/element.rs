@@ -230,11 +230,7 @@ fn nan_or(a: f32, otherwise: f32) -> f32 {
 /// The bits of a value, with the canonical NaN for any NaN. (As bits, because that is where a NaN has an identity.)
 #[inline(always)]
 fn canonical(value: f32) -> u32 {
-    if value.is_nan() {
-        F32_NAN
-    } else {
-        value.to_bits()
-    }
+    if value.is_nan() { F32_NAN } else { value.to_bits() }
 }
 
 /// fp32, and fp32r, which is the same 32 bits.

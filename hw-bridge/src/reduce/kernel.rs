@@ -60,12 +60,7 @@ impl Level {
 
     /// The fastest level this machine supports.
     pub(super) fn best() -> Level {
-        Level::ALL
-            .iter()
-            .rev()
-            .copied()
-            .find(|level| level.is_supported())
-            .unwrap_or(Level::Portable)
+        Level::ALL.iter().rev().copied().find(|level| level.is_supported()).unwrap_or(Level::Portable)
     }
 
     /// The kernel of one operation on one type. Only a supported level's kernel may be called.
@@ -121,12 +116,7 @@ const SMALL: usize = 8;
 /// # Safety
 /// The contract of [`reduce`](super::reduce), and the processor has the instructions of `I`.
 #[inline(always)]
-unsafe fn run<T: Element, O: Operation, I: Isa>(
-    dst: *mut u8,
-    sources: &[*const u8],
-    count: usize,
-    divisor: usize,
-) {
+unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const u8], count: usize, divisor: usize) {
     let size = size_of::<T::Raw>();
     let mut done = 0;
     // SAFETY: `done + block <= count` before each block, so a block lies inside `dst` and every source.
@@ -320,25 +310,13 @@ impl Isa for Avx512 {
     #[inline(always)]
     unsafe fn widen_halves<const B: usize>(raw: &[u16; B]) -> [f32; B] {
         // SAFETY: the caller has AVX-512F, AVX2 and F16C, which is what this Isa stands for.
-        unsafe {
-            if B.is_multiple_of(16) {
-                halves::widen_by_16(raw)
-            } else {
-                halves::widen_by_8(raw)
-            }
-        }
+        unsafe { if B.is_multiple_of(16) { halves::widen_by_16(raw) } else { halves::widen_by_8(raw) } }
     }
 
     #[inline(always)]
     unsafe fn narrow_halves<const B: usize>(values: &[f32; B]) -> [u16; B] {
         // SAFETY: the caller has AVX-512F, AVX2 and F16C, which is what this Isa stands for.
-        unsafe {
-            if B.is_multiple_of(16) {
-                halves::narrow_by_16(values)
-            } else {
-                halves::narrow_by_8(values)
-            }
-        }
+        unsafe { if B.is_multiple_of(16) { halves::narrow_by_16(values) } else { halves::narrow_by_8(values) } }
     }
 }
 

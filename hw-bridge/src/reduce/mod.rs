@@ -59,13 +59,7 @@ pub const MAX_SOURCES: usize = MAX_LOCAL_RANKS;
 /// * `dst` may be equal to any number of the sources; a source that is not equal to `dst` does not overlap it. The
 ///   sources may overlap each other.
 /// * Nobody else writes the sources or touches `dst` during the call.
-pub unsafe fn reduce(
-    op: ReduceOp,
-    dtype: DataType,
-    dst: *mut u8,
-    srcs: &[*const u8],
-    count: usize,
-) {
+pub unsafe fn reduce(op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     // SAFETY: the caller's contract, and `level` is supported by this processor.
     unsafe { reduce_at(level(), op, dtype, dst, srcs, count) }
 }
@@ -80,13 +74,7 @@ pub unsafe fn reduce(
 ///
 /// # Safety
 /// As [`reduce`].
-pub unsafe fn reduce_nt(
-    op: ReduceOp,
-    dtype: DataType,
-    dst: *mut u8,
-    srcs: &[*const u8],
-    count: usize,
-) {
+pub unsafe fn reduce_nt(op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     // SAFETY: the caller's contract, and `level` is supported by this processor.
     unsafe { reduce_nt_at(level(), op, dtype, dst, srcs, count) }
 }
@@ -110,12 +98,7 @@ pub unsafe fn scale_avg(dtype: DataType, dst: *mut u8, count: usize, n: usize) {
 /// # Errors
 /// [`ReduceError`] if there is no source or too many, if a source is not as long as `dst`, or if `dst` is not a whole
 /// number of elements. Nothing was written then.
-pub fn reduce_slices(
-    op: ReduceOp,
-    dtype: DataType,
-    dst: &mut [u8],
-    srcs: &[&[u8]],
-) -> Result<(), ReduceError> {
+pub fn reduce_slices(op: ReduceOp, dtype: DataType, dst: &mut [u8], srcs: &[&[u8]]) -> Result<(), ReduceError> {
     let count = whole_elements(dtype, dst.len())?;
     if srcs.is_empty() {
         return Err(ReduceError::NoSources);
@@ -126,11 +109,7 @@ pub fn reduce_slices(
     let mut pointers = [std::ptr::null(); MAX_SOURCES];
     for (index, source) in srcs.iter().enumerate() {
         if source.len() != dst.len() {
-            return Err(ReduceError::LengthMismatch {
-                index,
-                given: source.len(),
-                expected: dst.len(),
-            });
+            return Err(ReduceError::LengthMismatch { index, given: source.len(), expected: dst.len() });
         }
         pointers[index] = source.as_ptr();
     }
@@ -212,14 +191,7 @@ fn level() -> Level {
 /// # Safety
 /// As [`reduce`], and the processor supports `level`.
 #[inline]
-unsafe fn reduce_at(
-    level: Level,
-    op: ReduceOp,
-    dtype: DataType,
-    dst: *mut u8,
-    srcs: &[*const u8],
-    count: usize,
-) {
+unsafe fn reduce_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     match *srcs {
         [] => {}
         // SAFETY: the caller's contract: the two are equal, or do not overlap.
@@ -247,19 +219,11 @@ struct Stage([MaybeUninit<u8>; STAGE]);
 
 /// # Safety
 /// As [`reduce`], and the processor supports `level`.
-unsafe fn reduce_nt_at(
-    level: Level,
-    op: ReduceOp,
-    dtype: DataType,
-    dst: *mut u8,
-    srcs: &[*const u8],
-    count: usize,
-) {
+unsafe fn reduce_nt_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     let size = dtype.size();
     let head = copy::until_line(dst);
     let straddling = !head.is_multiple_of(size);
-    if srcs.is_empty() || srcs.len() > MAX_SOURCES || straddling || srcs.contains(&dst.cast_const())
-    {
+    if srcs.is_empty() || srcs.len() > MAX_SOURCES || straddling || srcs.contains(&dst.cast_const()) {
         // SAFETY: the caller's contract.
         return unsafe { reduce_at(level, op, dtype, dst, srcs, count) };
     }

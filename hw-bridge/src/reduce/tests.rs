@@ -10,28 +10,18 @@ use crate::dtype::Fp8;
 
 /// Every level this machine can run; the portable one is always there.
 fn levels() -> Vec<Level> {
-    Level::ALL
-        .iter()
-        .copied()
-        .filter(|level| level.is_supported())
-        .collect()
+    Level::ALL.iter().copied().filter(|level| level.is_supported()).collect()
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The reference
 
 fn is_signed(dtype: DataType) -> bool {
-    matches!(
-        dtype,
-        DataType::Int8 | DataType::Int16 | DataType::Int32 | DataType::Int64
-    )
+    matches!(dtype, DataType::Int8 | DataType::Int16 | DataType::Int32 | DataType::Int64)
 }
 
 fn read_bits(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .rev()
-        .fold(0, |bits, byte| bits << 8 | u64::from(*byte))
+    bytes.iter().rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte))
 }
 
 /// The non-negative finite values of an fp8 kind, by code, in the arithmetic of the textbook.
@@ -45,8 +35,7 @@ fn fp8_values(dtype: DataType) -> (Vec<f64>, u8) {
     let bias = (1 << (exponent_bits - 1)) - 1;
     let values = (0..=infinity)
         .map(|code| {
-            let mantissa =
-                f64::from(code % (1 << mantissa_bits)) / f64::from(1u32 << mantissa_bits);
+            let mantissa = f64::from(code % (1 << mantissa_bits)) / f64::from(1u32 << mantissa_bits);
             match (code >> mantissa_bits) as i32 {
                 0 => mantissa * 2f64.powi(1 - bias),
                 exponent => (1.0 + mantissa) * 2f64.powi(exponent - bias),
@@ -66,11 +55,7 @@ struct Codec {
 impl Codec {
     fn new(dtype: DataType) -> Codec {
         let (fp8, infinity) = fp8_values(dtype);
-        Codec {
-            dtype,
-            fp8,
-            infinity,
-        }
+        Codec { dtype, fp8, infinity }
     }
 
     fn decode(&self, bits: u64) -> f32 {
@@ -116,11 +101,7 @@ impl Codec {
                 } else {
                     let distance = |code: usize| (self.fp8[code] - magnitude).abs();
                     let below = above.saturating_sub(1);
-                    if (distance(above), above % 2) < (distance(below), below % 2) {
-                        above
-                    } else {
-                        below
-                    }
+                    if (distance(above), above % 2) < (distance(below), below % 2) { above } else { below }
                 };
                 code as u64 | if value.is_sign_negative() { 0x80 } else { 0 }
             }
@@ -136,11 +117,7 @@ fn extremum(op: ReduceOp, a: f32, b: f32) -> f32 {
     // The total order of numbers that are not NaN is theirs, with −0 before +0.
     let mut pair = [a, b];
     pair.sort_by(f32::total_cmp);
-    if op == ReduceOp::Max {
-        pair[1]
-    } else {
-        pair[0]
-    }
+    if op == ReduceOp::Max { pair[1] } else { pair[0] }
 }
 
 /// What a reduction of the sources must give, averages being divided by `divisor`.
@@ -150,17 +127,11 @@ fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -
     let modulus = 1i128 << (8 * size);
     let wrap = |value: i128| {
         let value = value.rem_euclid(modulus);
-        if is_signed(dtype) && value >= modulus / 2 {
-            value - modulus
-        } else {
-            value
-        }
+        if is_signed(dtype) && value >= modulus / 2 { value - modulus } else { value }
     };
     let mut result = Vec::new();
     for at in (0..sources[0].len()).step_by(size) {
-        let bits = sources
-            .iter()
-            .map(|source| read_bits(&source[at..at + size]));
+        let bits = sources.iter().map(|source| read_bits(&source[at..at + size]));
         let bits = if dtype.is_float() {
             let value = bits
                 .map(|bits| codec.decode(bits))
@@ -170,33 +141,23 @@ fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -
                     ReduceOp::Max | ReduceOp::Min => extremum(op, a, b),
                 })
                 .expect("a source");
-            codec.encode(if op == ReduceOp::Avg {
-                value / divisor as f32
-            } else {
-                value
-            })
+            codec.encode(if op == ReduceOp::Avg { value / divisor as f32 } else { value })
         } else {
             let value = bits
                 .map(|bits| wrap(i128::from(bits)))
                 .reduce(|a, b| match op {
                     ReduceOp::Sum | ReduceOp::Avg => a + b,
                     // Wrapped at every step, so that the product of 64-bit numbers stays below 2^127.
-                    ReduceOp::Prod => wrap(
-                        ((a.rem_euclid(modulus)) as u128)
-                            .wrapping_mul(b.rem_euclid(modulus) as u128)
-                            as i128,
-                    ),
+                    ReduceOp::Prod => {
+                        wrap(((a.rem_euclid(modulus)) as u128).wrapping_mul(b.rem_euclid(modulus) as u128) as i128)
+                    }
                     ReduceOp::Max => a.max(b),
                     ReduceOp::Min => a.min(b),
                 })
                 .map(wrap)
                 .expect("a source");
             // Truncates toward zero.
-            (if op == ReduceOp::Avg {
-                value / divisor as i128
-            } else {
-                value
-            }) as u64
+            (if op == ReduceOp::Avg { value / divisor as i128 } else { value }) as u64
         };
         result.extend_from_slice(&bits.to_le_bytes()[..size]);
     }
@@ -230,27 +191,13 @@ impl Random {
             _ => (1, u64::MAX >> 1 >> (64 - 8 * dtype.size())),
         };
         let sign = 1u64 << (8 * dtype.size() - 1);
-        let specials = [
-            0,
-            sign,
-            infinity,
-            infinity | sign,
-            infinity - 1,
-            infinity + 1,
-            u64::MAX,
-            1,
-            1 | sign,
-            one,
-        ];
+        let specials = [0, sign, infinity, infinity | sign, infinity - 1, infinity + 1, u64::MAX, 1, 1 | sign, one];
         let mut bytes = Vec::new();
         for _ in 0..count {
             let random = self.next();
             let bits = match self.next() % 3 {
                 0 => random,
-                1 => {
-                    one.wrapping_add(random % (one / 16 + 8))
-                        ^ if random >> 63 == 0 { 0 } else { sign }
-                }
+                1 => one.wrapping_add(random % (one / 16 + 8)) ^ if random >> 63 == 0 { 0 } else { sign },
                 _ => specials[(random % specials.len() as u64) as usize],
             };
             bytes.extend_from_slice(&bits.to_le_bytes()[..dtype.size()]);
@@ -275,11 +222,7 @@ impl Guarded {
         let mut bytes = vec![GUARD; content.len() + 3 * Self::MARGIN];
         let start = Self::MARGIN + bytes.as_ptr().addr().wrapping_neg() % 64 + misalignment;
         bytes[start..start + content.len()].copy_from_slice(content);
-        Guarded {
-            bytes,
-            start,
-            len: content.len(),
-        }
+        Guarded { bytes, start, len: content.len() }
     }
 
     fn as_mut_ptr(&mut self) -> *mut u8 {
@@ -294,10 +237,7 @@ impl Guarded {
     fn content(&self) -> &[u8] {
         let (before, rest) = self.bytes.split_at(self.start);
         let (content, after) = rest.split_at(self.len);
-        assert!(
-            before.iter().chain(after).all(|byte| *byte == GUARD),
-            "a byte outside dst was written"
-        );
+        assert!(before.iter().chain(after).all(|byte| *byte == GUARD), "a byte outside dst was written");
         content
     }
 }
@@ -312,17 +252,11 @@ fn pointers(buffers: &[Vec<u8>]) -> Vec<*const u8> {
 
 /// A single source is a copy; the reference computes.
 fn expected(op: ReduceOp, dtype: DataType, sources: &[Vec<u8>]) -> Vec<u8> {
-    if let [only] = sources {
-        only.clone()
-    } else {
-        reference(op, dtype, &slices(sources), sources.len())
-    }
+    if let [only] = sources { only.clone() } else { reference(op, dtype, &slices(sources), sources.len()) }
 }
 
 fn every_type_and_op() -> impl Iterator<Item = (DataType, ReduceOp)> {
-    DataType::ALL
-        .into_iter()
-        .flat_map(|dtype| ReduceOp::ALL.into_iter().map(move |op| (dtype, op)))
+    DataType::ALL.into_iter().flat_map(|dtype| ReduceOp::ALL.into_iter().map(move |op| (dtype, op)))
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -344,11 +278,7 @@ fn all_types_ops_counts_and_sources_match_the_reference() {
                     let mut dst = Guarded::new(&vec![0; len], 0);
                     // SAFETY: `n` sources of 200 elements, a destination of `count`, all apart; the level is supported.
                     unsafe { reduce_at(level, op, dtype, dst.as_mut_ptr(), &pointers, count) };
-                    assert_eq!(
-                        dst.content(),
-                        &expected[..len],
-                        "{level:?} {op} {dtype} n={n} count={count}"
-                    );
+                    assert_eq!(dst.content(), &expected[..len], "{level:?} {op} {dtype} n={n} count={count}");
                 }
             }
         }
@@ -365,9 +295,7 @@ fn alignment_does_not_matter() {
         for n in [2, 3] {
             let expected = expected(op, dtype, &sources[..n]);
             for level in levels() {
-                for (shift, other) in
-                    (0..16).flat_map(|shift| [0, 1, 7, 15].map(|other| (shift, other)))
-                {
+                for (shift, other) in (0..16).flat_map(|shift| [0, 1, 7, 15].map(|other| (shift, other))) {
                     let placed: Vec<_> = sources[..n]
                         .iter()
                         .enumerate()
@@ -377,11 +305,7 @@ fn alignment_does_not_matter() {
                     let mut dst = Guarded::new(&vec![0; count * dtype.size()], shift);
                     // SAFETY: buffers of `count` elements, all apart; the level is supported.
                     unsafe { reduce_at(level, op, dtype, dst.as_mut_ptr(), &pointers, count) };
-                    assert_eq!(
-                        dst.content(),
-                        expected,
-                        "{level:?} {op} {dtype} n={n} shift={shift} other={other}"
-                    );
+                    assert_eq!(dst.content(), expected, "{level:?} {op} {dtype} n={n} shift={shift} other={other}");
                 }
             }
         }
@@ -401,10 +325,7 @@ fn in_place_with_any_source() {
                 let also = if at % 2 == 1 { (at + 1) % n } else { at };
                 sources[also] = sources[at].clone();
                 let expected = expected(op, dtype, &sources);
-                for (level, streaming) in levels()
-                    .into_iter()
-                    .flat_map(|level| [(level, false), (level, true)])
-                {
+                for (level, streaming) in levels().into_iter().flat_map(|level| [(level, false), (level, true)]) {
                     let mut dst = Guarded::new(&sources[at], at);
                     let to = dst.as_mut_ptr();
                     let mut pointers = pointers(&sources);
@@ -419,11 +340,7 @@ fn in_place_with_any_source() {
                             reduce_at(level, op, dtype, to, &pointers, count);
                         }
                     }
-                    assert_eq!(
-                        dst.content(),
-                        expected,
-                        "{level:?} {op} {dtype} n={n} at={at} nt={streaming}"
-                    );
+                    assert_eq!(dst.content(), expected, "{level:?} {op} {dtype} n={n} at={at} nt={streaming}");
                 }
             }
         }
@@ -437,10 +354,7 @@ fn big_buffers_and_streaming_match_the_reference() {
     let mut random = Random(4);
     for dtype in DataType::ALL {
         let sources: Vec<Vec<u8>> = if dtype.size() == 1 {
-            vec![
-                (0..=0xFFFFu32).map(|i| i as u8).collect(),
-                (0..=0xFFFFu32).map(|i| (i >> 8) as u8).collect(),
-            ]
+            vec![(0..=0xFFFFu32).map(|i| i as u8).collect(), (0..=0xFFFFu32).map(|i| (i >> 8) as u8).collect()]
         } else {
             (0..2).map(|_| random.elements(dtype, 20_011)).collect()
         };
@@ -454,31 +368,11 @@ fn big_buffers_and_streaming_match_the_reference() {
                     let pointers = pointers(&sources);
                     // SAFETY: all buffers are `len` bytes and apart; the level is supported.
                     unsafe {
-                        reduce_at(
-                            level,
-                            op,
-                            dtype,
-                            plain.as_mut_ptr(),
-                            &pointers,
-                            len / dtype.size(),
-                        );
-                        reduce_nt_at(
-                            level,
-                            op,
-                            dtype,
-                            streamed.as_mut_ptr(),
-                            &pointers,
-                            len / dtype.size(),
-                        );
+                        reduce_at(level, op, dtype, plain.as_mut_ptr(), &pointers, len / dtype.size());
+                        reduce_nt_at(level, op, dtype, streamed.as_mut_ptr(), &pointers, len / dtype.size());
                     }
-                    assert!(
-                        plain.content() == expected,
-                        "{level:?} {op} {dtype} shift={shift}"
-                    );
-                    assert!(
-                        streamed.content() == expected,
-                        "{level:?} {op} {dtype} shift={shift}, streaming"
-                    );
+                    assert!(plain.content() == expected, "{level:?} {op} {dtype} shift={shift}");
+                    assert!(streamed.content() == expected, "{level:?} {op} {dtype} shift={shift}, streaming");
                 }
             }
         }
@@ -489,12 +383,7 @@ fn big_buffers_and_streaming_match_the_reference() {
 #[test]
 fn streaming_at_any_length() {
     let mut random = Random(5);
-    for (dtype, n) in [
-        (DataType::Uint8, 1),
-        (DataType::Uint8, 2),
-        (DataType::Fp32, 1),
-        (DataType::Fp32, 3),
-    ] {
+    for (dtype, n) in [(DataType::Uint8, 1), (DataType::Uint8, 2), (DataType::Fp32, 1), (DataType::Fp32, 3)] {
         let sources: Vec<_> = (0..n).map(|_| random.elements(dtype, 1200)).collect();
         let expected = expected(ReduceOp::Sum, dtype, &sources);
         for count in (0..=150).chain([1023, 1024, 1025, 1200]) {
@@ -502,20 +391,8 @@ fn streaming_at_any_length() {
                 let len = count * dtype.size();
                 let mut dst = Guarded::new(&vec![0; len], shift);
                 // SAFETY: sources of 1200 elements, a destination of `count`, all apart.
-                unsafe {
-                    reduce_nt(
-                        ReduceOp::Sum,
-                        dtype,
-                        dst.as_mut_ptr(),
-                        &pointers(&sources),
-                        count,
-                    )
-                };
-                assert_eq!(
-                    dst.content(),
-                    &expected[..len],
-                    "{dtype} n={n} count={count} shift={shift}"
-                );
+                unsafe { reduce_nt(ReduceOp::Sum, dtype, dst.as_mut_ptr(), &pointers(&sources), count) };
+                assert_eq!(dst.content(), &expected[..len], "{dtype} n={n} count={count} shift={shift}");
             }
         }
     }
@@ -525,61 +402,23 @@ fn streaming_at_any_length() {
 #[test]
 fn scaling_an_average_matches_the_reference() {
     let mut random = Random(6);
-    let big = [
-        100,
-        255,
-        256,
-        257,
-        32_767,
-        32_768,
-        65_535,
-        65_536,
-        1 << 24,
-        (1 << 24) + 1,
-        (1 << 31) - 1,
-        1 << 31,
-    ];
-    let huge = [
-        u32::MAX as usize,
-        1 << 32,
-        (1 << 53) + 1,
-        i64::MAX as usize,
-        1 << 63,
-        usize::MAX,
-    ];
+    let big = [100, 255, 256, 257, 32_767, 32_768, 65_535, 65_536, 1 << 24, (1 << 24) + 1, (1 << 31) - 1, 1 << 31];
+    let huge = [u32::MAX as usize, 1 << 32, (1 << 53) + 1, i64::MAX as usize, 1 << 63, usize::MAX];
     for dtype in DataType::ALL {
         let mut values = match dtype.size() {
             1 => (0..=0xFFu8).collect(),
             2 => (0..=0xFFFFu16).flat_map(u16::to_le_bytes).collect(),
             _ => random.elements(dtype, 3_001),
         };
-        for limit in [
-            i64::MIN,
-            i64::MAX,
-            i64::from(i32::MIN),
-            i64::from(i32::MAX),
-            i64::from(u32::MAX),
-        ] {
+        for limit in [i64::MIN, i64::MAX, i64::from(i32::MIN), i64::from(i32::MAX), i64::from(u32::MAX)] {
             values.extend_from_slice(&limit.to_le_bytes());
         }
-        for n in (2..=MAX_SOURCES)
-            .step_by(if dtype.size() == 2 { 5 } else { 1 })
-            .chain(big)
-            .chain(huge)
-        {
+        for n in (2..=MAX_SOURCES).step_by(if dtype.size() == 2 { 5 } else { 1 }).chain(big).chain(huge) {
             let expected = reference(ReduceOp::Avg, dtype, &[&values], n);
             for level in levels() {
                 let mut dst = Guarded::new(&values, 3);
                 // SAFETY: the buffer is as long as said; the level is supported.
-                unsafe {
-                    scale_avg_at(
-                        level,
-                        dtype,
-                        dst.as_mut_ptr(),
-                        values.len() / dtype.size(),
-                        n,
-                    )
-                };
+                unsafe { scale_avg_at(level, dtype, dst.as_mut_ptr(), values.len() / dtype.size(), n) };
                 assert!(dst.content() == expected, "{level:?} {dtype} n={n}");
             }
         }
@@ -595,24 +434,12 @@ fn scaling_an_average_matches_the_reference() {
 /// Literal values, written down without any reference.
 #[test]
 fn the_documented_semantics_by_example() {
-    fn run<const N: usize, const S: usize>(
-        op: ReduceOp,
-        dtype: DataType,
-        sources: [[u8; S]; N],
-    ) -> [u8; S] {
+    fn run<const N: usize, const S: usize>(op: ReduceOp, dtype: DataType, sources: [[u8; S]; N]) -> [u8; S] {
         let mut dst = [0; S];
-        reduce_slices(
-            op,
-            dtype,
-            &mut dst,
-            &sources.each_ref().map(|source| source.as_slice()),
-        )
-        .expect("well-formed");
+        reduce_slices(op, dtype, &mut dst, &sources.each_ref().map(|source| source.as_slice())).expect("well-formed");
         dst
     }
-    let fp32 = |op, values: [f32; 2]| {
-        f32::from_le_bytes(run(op, DataType::Fp32, values.map(f32::to_le_bytes)))
-    };
+    let fp32 = |op, values: [f32; 2]| f32::from_le_bytes(run(op, DataType::Fp32, values.map(f32::to_le_bytes)));
     // A NaN wins on either side, whatever its payload, and comes out canonical.
     for op in ReduceOp::ALL {
         for nan in [0x7F80_0001, 0xFFC0_1234, 0x7FFF_FFFF] {
@@ -621,10 +448,7 @@ fn the_documented_semantics_by_example() {
             }
         }
     }
-    assert_eq!(
-        fp32(ReduceOp::Sum, [f32::INFINITY, f32::NEG_INFINITY]).to_bits(),
-        0x7FC0_0000
-    );
+    assert_eq!(fp32(ReduceOp::Sum, [f32::INFINITY, f32::NEG_INFINITY]).to_bits(), 0x7FC0_0000);
     // −0 is less than +0, whichever comes first; sums of zeros follow IEEE.
     for values in [[0.0, -0.0], [-0.0, 0.0]] {
         assert_eq!(fp32(ReduceOp::Max, values).to_bits(), 0);
@@ -633,58 +457,26 @@ fn the_documented_semantics_by_example() {
     }
     assert_eq!(fp32(ReduceOp::Sum, [-0.0, -0.0]).to_bits(), 0x8000_0000);
     // fp32r keeps every bit of the mantissa.
-    let r = run(
-        ReduceOp::Sum,
-        DataType::Fp32r,
-        [1.0f32.to_le_bytes(), f32::EPSILON.to_le_bytes()],
-    );
+    let r = run(ReduceOp::Sum, DataType::Fp32r, [1.0f32.to_le_bytes(), f32::EPSILON.to_le_bytes()]);
     assert_eq!(f32::from_le_bytes(r), 1.0 + f32::EPSILON);
     // The order is fixed: what is added to 2^25 before it is taken away again is lost.
     let (one, far) = (1.0f32.to_le_bytes(), 33_554_432.0f32);
     let (plus, minus) = (far.to_le_bytes(), (-far).to_le_bytes());
-    assert_eq!(
-        f32::from_le_bytes(run(ReduceOp::Sum, DataType::Fp32, [plus, minus, one])),
-        1.0
-    );
-    assert_eq!(
-        f32::from_le_bytes(run(ReduceOp::Sum, DataType::Fp32, [plus, one, minus])),
-        0.0
-    );
+    assert_eq!(f32::from_le_bytes(run(ReduceOp::Sum, DataType::Fp32, [plus, minus, one])), 1.0);
+    assert_eq!(f32::from_le_bytes(run(ReduceOp::Sum, DataType::Fp32, [plus, one, minus])), 0.0);
     // bf16 rounds once at the end: 256 + 1 + 1 is 258, although 256 + 1 would round back to 256.
     let bf = |value: f32| bf16::from_f32(value).to_le_bytes();
-    assert_eq!(
-        run(ReduceOp::Sum, DataType::Bf16, [bf(256.0), bf(1.0), bf(1.0)]),
-        bf(258.0)
-    );
-    assert_eq!(
-        run(ReduceOp::Sum, DataType::Bf16, [bf(256.0), bf(1.0)]),
-        bf(256.0)
-    );
+    assert_eq!(run(ReduceOp::Sum, DataType::Bf16, [bf(256.0), bf(1.0), bf(1.0)]), bf(258.0));
+    assert_eq!(run(ReduceOp::Sum, DataType::Bf16, [bf(256.0), bf(1.0)]), bf(256.0));
     // An fp8 may pass its range on the way, and becomes an infinity only if it ends outside.
     let (e4, sixteen) = (|value: f32| [Fp8::E4.encode(value)], [Fp8::E4.encode(16.0)]);
-    assert_eq!(
-        run(
-            ReduceOp::Sum,
-            DataType::Fp8E4,
-            [e4(240.0), e4(240.0), e4(-240.0)]
-        ),
-        e4(240.0)
-    );
-    assert_eq!(
-        run(ReduceOp::Prod, DataType::Fp8E4, [sixteen, sixteen]),
-        [0x78]
-    );
-    assert_eq!(
-        run(ReduceOp::Avg, DataType::Fp8E4, [e4(240.0), e4(240.0)]),
-        e4(240.0)
-    );
+    assert_eq!(run(ReduceOp::Sum, DataType::Fp8E4, [e4(240.0), e4(240.0), e4(-240.0)]), e4(240.0));
+    assert_eq!(run(ReduceOp::Prod, DataType::Fp8E4, [sixteen, sixteen]), [0x78]);
+    assert_eq!(run(ReduceOp::Avg, DataType::Fp8E4, [e4(240.0), e4(240.0)]), e4(240.0));
     // Integers wrap; averages wrap first, then truncate toward zero.
     assert_eq!(run(ReduceOp::Sum, DataType::Uint8, [[200], [100]]), [44]);
     assert_eq!(run(ReduceOp::Prod, DataType::Int8, [[100u8], [3]]), [44]);
-    assert_eq!(
-        run(ReduceOp::Avg, DataType::Int8, [[-3i8 as u8], [0]]),
-        [-1i8 as u8]
-    );
+    assert_eq!(run(ReduceOp::Avg, DataType::Int8, [[-3i8 as u8], [0]]), [-1i8 as u8]);
     assert_eq!(run(ReduceOp::Avg, DataType::Uint8, [[200], [100]]), [22]);
     assert_eq!(run(ReduceOp::Max, DataType::Int8, [[0xFF], [1]]), [1]);
     assert_eq!(run(ReduceOp::Max, DataType::Uint8, [[0xFF], [1]]), [0xFF]);
@@ -700,50 +492,18 @@ fn slices_that_make_no_sense_are_refused_and_dst_is_left_alone() {
     let too_many = vec![eight.as_slice(); MAX_SOURCES + 1];
     let cases: [(&[&[u8]], ReduceError); 3] = [
         (&[], ReduceError::NoSources),
-        (
-            &too_many,
-            ReduceError::TooManySources {
-                given: MAX_SOURCES + 1,
-            },
-        ),
-        (
-            &[&eight, &eight[..4]],
-            ReduceError::LengthMismatch {
-                index: 1,
-                given: 4,
-                expected: 8,
-            },
-        ),
+        (&too_many, ReduceError::TooManySources { given: MAX_SOURCES + 1 }),
+        (&[&eight, &eight[..4]], ReduceError::LengthMismatch { index: 1, given: 4, expected: 8 }),
     ];
     for (sources, error) in cases {
-        assert_eq!(
-            reduce_slices(ReduceOp::Sum, DataType::Fp32, &mut dst, sources),
-            Err(error)
-        );
+        assert_eq!(reduce_slices(ReduceOp::Sum, DataType::Fp32, &mut dst, sources), Err(error));
     }
-    let partial = ReduceError::PartialElement {
-        bytes: 6,
-        dtype: DataType::Fp32,
-    };
-    assert_eq!(
-        reduce_slices(ReduceOp::Sum, DataType::Fp32, &mut dst[..6], &[&eight[..6]]),
-        Err(partial)
-    );
-    assert_eq!(
-        scale_avg_slice(DataType::Fp32, &mut dst[..6], 2),
-        Err(partial)
-    );
-    assert_eq!(
-        scale_avg_slice(DataType::Fp32, &mut dst, 0),
-        Err(ReduceError::NoSources)
-    );
+    let partial = ReduceError::PartialElement { bytes: 6, dtype: DataType::Fp32 };
+    assert_eq!(reduce_slices(ReduceOp::Sum, DataType::Fp32, &mut dst[..6], &[&eight[..6]]), Err(partial));
+    assert_eq!(scale_avg_slice(DataType::Fp32, &mut dst[..6], 2), Err(partial));
+    assert_eq!(scale_avg_slice(DataType::Fp32, &mut dst, 0), Err(ReduceError::NoSources));
     assert_eq!(dst, [7; 8]);
-    assert!(
-        partial
-            .to_string()
-            .ends_with("no whole number of fp32 elements: pass a multiple of 4"),
-        "{partial}"
-    );
+    assert!(partial.to_string().ends_with("no whole number of fp32 elements: pass a multiple of 4"), "{partial}");
     // None of the unsafe entries does anything without a source.
     // SAFETY: no source is tolerated.
     unsafe {
@@ -760,10 +520,7 @@ fn copies_move_exactly_what_they_should() {
     let mut random = Random(7);
     let source = random.elements(DataType::Uint8, 5000);
     for len in (0..=200).chain([4095, 4096, 4097, 4900]) {
-        for (to, from) in (0..64)
-            .step_by(if len <= 200 { 1 } else { 9 })
-            .flat_map(|to| [(to, 0), (to, to), (to, 13)])
-        {
+        for (to, from) in (0..64).step_by(if len <= 200 { 1 } else { 9 }).flat_map(|to| [(to, 0), (to, to), (to, 13)]) {
             for streaming in [false, true] {
                 let mut dst = Guarded::new(&vec![0; len], to);
                 // SAFETY: `from + len` is within the source, and the two are apart.
@@ -775,17 +532,9 @@ fn copies_move_exactly_what_they_should() {
                         copy(to, from, len)
                     }
                     // Onto itself: nothing happens.
-                    if streaming {
-                        copy_nt(to, to, len)
-                    } else {
-                        copy(to, to, len)
-                    }
+                    if streaming { copy_nt(to, to, len) } else { copy(to, to, len) }
                 }
-                assert_eq!(
-                    dst.content(),
-                    &source[from..from + len],
-                    "len={len} to={to} streaming={streaming}"
-                );
+                assert_eq!(dst.content(), &source[from..from + len], "len={len} to={to} streaming={streaming}");
             }
         }
     }

@@ -69,7 +69,10 @@ impl P2pInfo {
     /// From a unit.
     pub fn decode(b: &[u8]) -> Result<P2pInfo, Failure> {
         if b.len() != CONNECT_BYTES {
-            return Err(Failure::new(Code::Failure, format!("a connect record has {CONNECT_BYTES} bytes, not {}", b.len())));
+            return Err(Failure::new(
+                Code::Failure,
+                format!("a connect record has {CONNECT_BYTES} bytes, not {}", b.len()),
+            ));
         }
         let mut ipc = [0; IPC_BYTES];
         ipc.copy_from_slice(&b[16..80]);
@@ -110,7 +113,12 @@ pub trait Links {
 
 /// Connects `edges`, in the round-robin order of peer distances that keeps both sides from waiting crosswise. The peer
 /// must ask for the matching edges (its receives for our sends).
-pub fn run<L: Links>(l: &mut L, rank: usize, nranks: usize, edges: &BTreeSet<Edge>) -> Result<BTreeMap<Edge, L::Connector>, Failure> {
+pub fn run<L: Links>(
+    l: &mut L,
+    rank: usize,
+    nranks: usize,
+    edges: &BTreeSet<Edge>,
+) -> Result<BTreeMap<Edge, L::Connector>, Failure> {
     let mut made = BTreeMap::new();
     let to = |peer: usize, is_send: bool| -> Vec<Edge> {
         edges.iter().copied().filter(|e| e.peer == peer && e.is_send == is_send).collect()
@@ -139,7 +147,8 @@ pub fn run<L: Links>(l: &mut L, rank: usize, nranks: usize, edges: &BTreeSet<Edg
             for (edge, blob) in list.iter().zip(blobs.chunks(CONNECT_BYTES)) {
                 let info = P2pInfo::decode(blob)?;
                 if info.rank != peer as i32 {
-                    let text = format!("rank {rank} got the connect record of rank {} instead of rank {peer}'s", info.rank);
+                    let text =
+                        format!("rank {rank} got the connect record of rank {} instead of rank {peer}'s", info.rank);
                     return Err(Failure::new(Code::Failure, text));
                 }
                 made.insert(*edge, l.connect(*edge, &info)?);

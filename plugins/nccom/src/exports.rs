@@ -88,7 +88,9 @@ fn init_net() {
 
 fn no_network<T>(entry: &str) -> Status<T> {
     let text = match NET.with_borrow(|n| *n) {
-        NetState::Bound => "the network data path is not part of this library's release; every rank must be on one server",
+        NetState::Bound => {
+            "the network data path is not part of this library's release; every rank must be on one server"
+        }
         _ => "no net plug-in is bound; every rank must be on one server, or install one",
     };
     answer(entry, Err(Failure::new(Code::Failure, text)))
@@ -128,7 +130,12 @@ fn comm_info(i: crate::rings::CommInfo, p: &Plan) -> CommInfo {
         peers: i
             .peers
             .iter()
-            .map(|p| PeerInfo { neuron_dev: p.neuron_dev, rid: p.rid, tpb_index: p.tpb_index, pod_node_id: p.pod_node_id })
+            .map(|p| PeerInfo {
+                neuron_dev: p.neuron_dev,
+                rid: p.rid,
+                tpb_index: p.tpb_index,
+                pod_node_id: p.pod_node_id,
+            })
             .collect(),
         rings: i
             .rings
@@ -240,7 +247,13 @@ impl Guest for Nccom {
         answer("neuronInitGlobalComm", plan::init(&i).map(keep))
     }
 
-    fn neuron_init_comm(rank_n: i32, id: Vec<u8>, rank: i32, dev: NeuronDeviceInfo, _bypass_graph: bool) -> Status<Communicator> {
+    fn neuron_init_comm(
+        rank_n: i32,
+        id: Vec<u8>,
+        rank: i32,
+        dev: NeuronDeviceInfo,
+        _bypass_graph: bool,
+    ) -> Status<Communicator> {
         init_net();
         let i = Init { rank, nranks: rank_n, dev: &dev, root: Err(&id) };
         answer("neuronInitComm", plan::init(&i).map(keep))
@@ -257,7 +270,9 @@ impl Guest for Nccom {
     fn neuron_free_comm(comm: &Communicator) -> Status<()> {
         let id = comm.id();
         let gone = PLANS.with_borrow_mut(|plans| plans.remove(&id));
-        let r = gone.map(drop).ok_or_else(|| Failure::new(Code::InvalidHandle, format!("communicator {id} is not known or already freed")));
+        let r = gone.map(drop).ok_or_else(|| {
+            Failure::new(Code::InvalidHandle, format!("communicator {id} is not known or already freed"))
+        });
         answer("neuronFreeComm", r)
     }
 
@@ -305,7 +320,9 @@ impl Guest for Nccom {
         let r = with_plan(comm, |p| {
             let most = crate::bootstrap::MAX_MESSAGE;
             let n = usize::try_from(bytes).ok().filter(|n| *n <= most);
-            let n = n.ok_or_else(|| invalid(format!("a bootstrap message has at most {most} bytes, {bytes} were asked for")))?;
+            let n = n.ok_or_else(|| {
+                invalid(format!("a bootstrap message has at most {most} bytes, {bytes} were asked for"))
+            })?;
             p.group()?.recv(&HostSockets, peer, n, &hint)
         });
         answer("neuronBootstrapRecv", r)
@@ -361,7 +378,8 @@ impl Guest for Nccom {
             let saved = affinity::get();
             let near = p.near_cpus()?;
             // Near the device, but never outside what the thread may use: unless the caller names the CPUs.
-            let inside: Vec<u64> = saved.iter().zip(near.iter().chain(std::iter::repeat(&0))).map(|(a, b)| a & b).collect();
+            let inside: Vec<u64> =
+                saved.iter().zip(near.iter().chain(std::iter::repeat(&0))).map(|(a, b)| a & b).collect();
             let mut mask = match override_mask {
                 Some(m) => m,
                 None if inside.iter().any(|w| *w != 0) => inside,
@@ -380,7 +398,12 @@ impl Guest for Nccom {
         answer("neuronSetAffinity", r)
     }
 
-    fn neuron_get_net_connector(comm: &Communicator, pattern: EncPattern, channel: i32, is_send: bool) -> Status<Connector> {
+    fn neuron_get_net_connector(
+        comm: &Communicator,
+        pattern: EncPattern,
+        channel: i32,
+        is_send: bool,
+    ) -> Status<Connector> {
         let r = with_plan(comm, |p| {
             let none = || {
                 let way = if is_send { "send" } else { "receive" };
@@ -390,7 +413,9 @@ impl Guest for Nccom {
             let ring = p.channels.as_ref().and_then(|c| c.rings.get(channel as usize)).ok_or_else(none)?;
             let peer = usize::try_from(if is_send { ring.next } else { ring.prev }).map_err(|_| none())?;
             match pattern {
-                EncPattern::Ring => p.connectors.get(&Edge { peer, channel, is_send }).map(|c| c.duplicate()).ok_or_else(none),
+                EncPattern::Ring => {
+                    p.connectors.get(&Edge { peer, channel, is_send }).map(|c| c.duplicate()).ok_or_else(none)
+                }
                 _ => Err(none()),
             }
         });
@@ -430,7 +455,13 @@ impl Guest for Nccom {
         no_network("neuronNetAccept")
     }
 
-    fn neuron_net_reg_mr_og(_comm: &NetComm, _data: &Region, _offset: u64, _bytes: u64, _kind: PtrType) -> Status<Registration> {
+    fn neuron_net_reg_mr_og(
+        _comm: &NetComm,
+        _data: &Region,
+        _offset: u64,
+        _bytes: u64,
+        _kind: PtrType,
+    ) -> Status<Registration> {
         no_network("neuronNetRegMrOG")
     }
 
@@ -542,7 +573,9 @@ mod tests {
     /// Proves INV-07.
     #[test]
     fn the_probe_writes_only_what_fits() {
-        for (n, hash, compat) in [(0, false, false), (47, false, false), (48, true, false), (55, true, false), (56, true, true)] {
+        for (n, hash, compat) in
+            [(0, false, false), (47, false, false), (48, true, false), (55, true, false), (56, true, true)]
+        {
             let v = version_info(n);
             assert_eq!((v.git_hash.is_some(), v.compatibility_version), (hash, compat.then_some(89)), "{n}");
             assert_eq!((v.major, v.minor, v.patch, v.maintenance), (2, 31, 24, 0));

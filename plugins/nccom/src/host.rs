@@ -57,7 +57,8 @@ pub(crate) fn var(name: &str) -> Option<String> {
 pub(crate) fn granted_file(name: &str) -> Result<Option<String>, Failure> {
     let Some(path) = var(name) else { return Ok(None) };
     let bytes = files::read(name)?;
-    let text = String::from_utf8(bytes).map_err(|_| invalid(format!("the file {path}, named by {name}, is not text")))?;
+    let text =
+        String::from_utf8(bytes).map_err(|_| invalid(format!("the file {path}, named by {name}, is not text")))?;
     Ok(Some(text))
 }
 
@@ -128,7 +129,8 @@ impl Sockets for HostSockets {
 /// link-local addresses only if asked for by name; loopback last.
 pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
     let all = sockets::interfaces();
-    let loopback_root = towards.is_some_and(|a| if a.is_v6() { a.0[8..23].iter().all(|b| *b == 0) && a.0[23] == 1 } else { a.0[4] == 127 });
+    let loopback_root = towards
+        .is_some_and(|a| if a.is_v6() { a.0[8..23].iter().all(|b| *b == 0) && a.0[23] == 1 } else { a.0[4] == 127 });
     let names = var("CCOM_SOCKET_IFNAME");
     if let Some(n) = &names {
         info(&format!("NCCL_SOCKET_IFNAME set by environment to {n}"));
@@ -157,13 +159,18 @@ pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
     // IPv4 before IPv6 where both serve, loopback last: as the upstream library orders them.
     fit.sort_by_key(|i| (i.loopback && !loopback_root, i.address[0] == 10));
     let Some(found) = fit.first() else {
-        let there: Vec<String> =
-            all.iter().filter_map(|i| Address::from_slice(&i.address).ok().map(|a| format!("{} ({a})", i.name))).collect();
+        let there: Vec<String> = all
+            .iter()
+            .filter_map(|i| Address::from_slice(&i.address).ok().map(|a| format!("{} ({a})", i.name)))
+            .collect();
         let why = match &names {
             Some(n) => format!("CCOM_SOCKET_IFNAME={n} matches none of them"),
             None => "none of them fits the address family asked for or the root's".into(),
         };
-        return Err(invalid(format!("NET/Socket : No usable listening interface found: this machine has {}; {why}", there.join(", "))));
+        return Err(invalid(format!(
+            "NET/Socket : No usable listening interface found: this machine has {}; {why}",
+            there.join(", ")
+        )));
     };
     let address = Address::from_slice(&found.address)?;
     info(&format!("Bootstrap : Using {}:{address}", found.name));
@@ -278,10 +285,17 @@ impl HostLinks<'_> {
         false
     }
 
+    /// P2P's canConnect: the topology's level and a direct link between the accelerators; or, unless the user set a
+    /// level, any number of links inside the server ("indirect": the model's DMA crosses the fabric).
     fn p2p(&self, peer: usize) -> Result<bool, Failure> {
         let (me, it) = (&self.records[self.group.rank], &self.records[peer]);
-        if !me.same_node(it) || !self.system.check_p2p(me.rank, it.rank).p2p {
+        let policy = topo::P2pPolicy::from_vars(&var).map_err(|e| invalid(e.to_string()))?;
+        if !me.same_node(it) || policy.disabled {
             return Ok(false);
+        }
+        let within_level = self.system.check_p2p(me.rank, it.rank).p2p;
+        if !within_level {
+            return Ok(policy.level.is_none() && self.reachable(me.mla_idx, it.mla_idx));
         }
         let pod = |a: &topo::RankInfo, b: &topo::RankInfo| {
             let asked = nec::nec_pod_node_can_access_peer_node(
@@ -315,8 +329,9 @@ impl Links for HostLinks<'_> {
             return Ok(*ipc);
         }
         let bytes = links::offer(self.comm, edge.peer as i32)?;
-        let ipc = <[u8; IPC_BYTES]>::try_from(bytes.as_slice())
-            .map_err(|_| Failure::new(Code::Failure, format!("the host offered an IPC field of {} bytes", bytes.len())))?;
+        let ipc = <[u8; IPC_BYTES]>::try_from(bytes.as_slice()).map_err(|_| {
+            Failure::new(Code::Failure, format!("the host offered an IPC field of {} bytes", bytes.len()))
+        })?;
         self.offers.insert(edge.peer, ipc);
         Ok(ipc)
     }

@@ -72,11 +72,17 @@ impl PeerRecord {
     /// From bytes; the record must be rank `rank`'s.
     pub fn decode(b: &[u8], rank: usize) -> Result<PeerRecord, Failure> {
         if b.len() != RECORD_BYTES {
-            return Err(Failure::new(Code::Failure, format!("a peer record has {RECORD_BYTES} bytes, not {}", b.len())));
+            return Err(Failure::new(
+                Code::Failure,
+                format!("a peer record has {RECORD_BYTES} bytes, not {}", b.len()),
+            ));
         }
         let i32_at = |at: usize| u32_at(b, at) as i32;
         if usize::try_from(i32_at(0)).ok() != Some(rank) {
-            return Err(Failure::new(Code::Failure, format!("the peer record of rank {rank} says it is rank {}'s", i32_at(0))));
+            return Err(Failure::new(
+                Code::Failure,
+                format!("the peer record of rank {rank} says it is rank {}'s", i32_at(0)),
+            ));
         }
         Ok(PeerRecord {
             rank: i32_at(0),

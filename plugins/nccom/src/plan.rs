@@ -49,7 +49,10 @@ fn failed(e: impl std::fmt::Display) -> Failure {
 
 /// Starts a flat root for `nranks` ranks on this machine's interface; answers the id (slot 1).
 pub(crate) fn unique_id(nranks: i32) -> Result<[u8; 128], Failure> {
-    let n = u32::try_from(nranks).ok().filter(|n| *n > 0).ok_or_else(|| invalid(format!("a group of {nranks} ranks cannot be")))?;
+    let n = u32::try_from(nranks)
+        .ok()
+        .filter(|n| *n > 0)
+        .ok_or_else(|| invalid(format!("a group of {nranks} ranks cannot be")))?;
     let ms = socket_timeout()?;
     start_root(&interface(None)?, n, ms).map(|a| a.to_id())
 }
@@ -58,7 +61,8 @@ pub(crate) fn unique_id(nranks: i32) -> Result<[u8; 128], Failure> {
 fn start_root(at: &Address, nranks: u32, ms: u32) -> Result<Address, Failure> {
     // The count is a value beside the status, never the status itself (C-02).
     nrt::nrt_get_total_vnc_count().map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
-    let listener = sockets::listen(&at.0, ms).map_err(|s| Failure::from(s).during(&format!("starting the bootstrap root at {at}")))?;
+    let listener = sockets::listen(&at.0, ms)
+        .map_err(|s| Failure::from(s).during(&format!("starting the bootstrap root at {at}")))?;
     let real = Address::from_slice(&sockets::local_address(&listener))?;
     let state = [nranks.to_le_bytes(), ms.to_le_bytes()].concat();
     tasks::spawn("root", &state, Some(listener))?;
@@ -66,7 +70,11 @@ fn start_root(at: &Address, nranks: u32, ms: u32) -> Result<Address, Failure> {
 }
 
 /// Body of a background task.
-pub(crate) fn run_task(kind: &str, state: &[u8], listener: Option<crate::bindings::neuron::hw::objects::Listener>) -> Result<(), Failure> {
+pub(crate) fn run_task(
+    kind: &str,
+    state: &[u8],
+    listener: Option<crate::bindings::neuron::hw::objects::Listener>,
+) -> Result<(), Failure> {
     let listener = listener.ok_or_else(|| invalid(format!("task {kind} needs a listener")))?;
     match (kind, state.len()) {
         ("root", 8) => {
@@ -99,7 +107,8 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
         return Err(invalid(format!("Invalid rank requested : {}/{}", i.rank, i.nranks)));
     };
     info("NCCL version 2.31.24+nrt2.0");
-    let vnc = nrt::nrt_get_total_vnc_count().map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
+    let vnc = nrt::nrt_get_total_vnc_count()
+        .map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
     let global = i.root.is_ok();
     // Root and ranks choose by the same rule (INV-23, C-02).
     let hierarchical = global && nranks > vnc as usize;
@@ -133,7 +142,11 @@ fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Resul
     let text = match text.filter(|t| !t.is_empty()) {
         Some(t) => t,
         None if nranks == 1 => return start_root(&interface(None)?, 1, ms),
-        None => return Err(invalid("COMM_ID must be specified: set NEURON_RT_ROOT_COMM_ID to <host>:<port> of rank 0, the same on all ranks")),
+        None => {
+            return Err(invalid(
+                "COMM_ID must be specified: set NEURON_RT_ROOT_COMM_ID to <host>:<port> of rank 0, the same on all ranks",
+            ));
+        }
     };
     info(&format!("Root comm ID set by environment to {text}"));
     let root = match parse_root_id(text)? {
@@ -154,7 +167,15 @@ fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Resul
 }
 
 /// The server's local root: started by its first rank, found by the others under the id. Servers hold blocks of `vnc` ranks.
-fn local_root(id: &[u8], root: &Address, here: &Address, rank: usize, nranks: usize, vnc: u32, ms: u32) -> Result<Address, Failure> {
+fn local_root(
+    id: &[u8],
+    root: &Address,
+    here: &Address,
+    rank: usize,
+    nranks: usize,
+    vnc: u32,
+    ms: u32,
+) -> Result<Address, Failure> {
     let per = vnc as usize;
     let (node, first) = (rank / per, rank / per * per);
     let name = format!("local-root-{node}");
@@ -188,9 +209,11 @@ fn record(dev: &NeuronDeviceInfo, rank: usize, id: &[u8]) -> Result<PeerRecord, 
         return Err(Failure::new(Code::Uninitialized, "Neuron core ID of calling thread is uninitialized"));
     }
     let family = HostMachine { dev: dev.nec_dev_id }.family().map_err(failed)?;
-    let bdf = nec::nec_get_device_pci_bdf(dev.mla_idx)
-        .map_err(|e| Failure::new(Code::Failure, format!("the PCI address of accelerator {} is not known ({e})", dev.mla_idx)))?;
-    let bus_id = u64::from(bdf.domain) << 20 | u64::from(bdf.bus) << 12 | u64::from(bdf.slot) << 4 | u64::from(bdf.func);
+    let bdf = nec::nec_get_device_pci_bdf(dev.mla_idx).map_err(|e| {
+        Failure::new(Code::Failure, format!("the PCI address of accelerator {} is not known ({e})", dev.mla_idx))
+    })?;
+    let bus_id =
+        u64::from(bdf.domain) << 20 | u64::from(bdf.bus) << 12 | u64::from(bdf.slot) << 4 | u64::from(bdf.func);
     let pod_type = dev.pod_type as u32;
     Ok(PeerRecord {
         rank: rank as i32,
@@ -222,7 +245,12 @@ struct Head {
 
 impl Plan {
     /// Everything that follows from the records: device maps, topology, layout, pods.
-    fn of_records(h: Head, records: Vec<PeerRecord>, group: Option<Group<HostSockets>>, ms: u32) -> Result<Plan, Failure> {
+    fn of_records(
+        h: Head,
+        records: Vec<PeerRecord>,
+        group: Option<Group<HostSockets>>,
+        ms: u32,
+    ) -> Result<Plan, Failure> {
         let me = records[h.rank];
         let ranks: Vec<RankInfo> = records.iter().map(PeerRecord::rank_info).collect();
         let mut accelerators: BTreeMap<i32, i32> = BTreeMap::new();
@@ -234,10 +262,13 @@ impl Plan {
             .map_err(|s| Failure::from(s).during("building the port and routing-id maps"))?;
         let machine = HostMachine { dev: h.dev };
         let topo_file = granted_file("NCCL_TOPO_FILE")?;
-        let (system, xml) = topo::discover(&machine, &ranks, h.rank as i32, &var, topo_file.as_deref()).map_err(|e| {
-            let from = topo_file.as_ref().map_or(String::new(), |_| format!(" (NCCL_TOPO_FILE={})", var("NCCL_TOPO_FILE").unwrap_or_default()));
-            Failure::new(Code::Invalid, format!("topology discovery failed{from}: {e}"))
-        })?;
+        let (system, xml) =
+            topo::discover(&machine, &ranks, h.rank as i32, &var, topo_file.as_deref()).map_err(|e| {
+                let from = topo_file.as_ref().map_or(String::new(), |_| {
+                    format!(" (NCCL_TOPO_FILE={})", var("NCCL_TOPO_FILE").unwrap_or_default())
+                });
+                Failure::new(Code::Invalid, format!("topology discovery failed{from}: {e}"))
+            })?;
         if h.rank == 0 && var("NCCL_TOPO_DUMP_FILE").is_some() {
             crate::bindings::neuron::hw::files::write("NCCL_TOPO_DUMP_FILE", xml.as_bytes())?;
         }
@@ -272,17 +303,21 @@ impl Plan {
             return Ok(());
         }
         let graph_file = granted_file(search::GRAPH_FILE)?;
-        let outcome = search::compute(&self.system, &var, graph_file.as_deref(), search::RUNTIME_NAME).map_err(|e| {
-            let from = graph_file.as_ref().map_or(String::new(), |_| format!(" ({}={})", search::GRAPH_FILE, var(search::GRAPH_FILE).unwrap_or_default()));
-            Failure::new(Code::Failure, format!("the ring search failed{from}: {e}"))
-        })?;
+        let outcome =
+            search::compute(&self.system, &var, graph_file.as_deref(), search::RUNTIME_NAME).map_err(|e| {
+                let from = graph_file.as_ref().map_or(String::new(), |_| {
+                    format!(" ({}={})", search::GRAPH_FILE, var(search::GRAPH_FILE).unwrap_or_default())
+                });
+                Failure::new(Code::Failure, format!("the ring search failed{from}: {e}"))
+            })?;
         outcome.log.iter().for_each(|l| info(l));
         let family = self.machine.family().map_err(failed)?;
         let (mine, _) = rings::preset(&outcome.graph, self.rank as i32, family).map_err(failed)?;
         let all = self.group()?.all_gather(&HostSockets, &mine.encode(), "ncclTopoPostset")?;
         let fragments: Vec<TopoRanks> =
             all.chunks(rings::TOPO_RANKS_BYTES).map(TopoRanks::decode).collect::<Result<_, _>>().map_err(failed)?;
-        let channels = rings::postset(&fragments, &self.layout, &self.pods.order, family, self.rank as i32).map_err(failed)?;
+        let channels =
+            rings::postset(&fragments, &self.layout, &self.pods.order, family, self.rank as i32).map_err(failed)?;
         let mut log = Vec::new();
         self.cycles = search::fork::mla_cycles(&self.system, &mut log);
         log.iter().for_each(|l| info(l));
@@ -307,7 +342,8 @@ impl Plan {
         let Plan { group, records, system, machine, .. } = self;
         let Some(group) = group else { return Err(taken_over()) };
         let (rank, nranks) = (group.rank, group.nranks);
-        let mut links = HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms: self.timeout_ms };
+        let mut links =
+            HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms: self.timeout_ms };
         let made = connect::run(&mut links, rank, nranks, edges)?;
         self.connectors.extend(made);
         Ok(())
@@ -321,7 +357,8 @@ impl Plan {
     /// `neuronGetCommInfo`.
     pub fn comm_info(&self, want_peers: bool) -> Result<rings::CommInfo, Failure> {
         let channels = self.channels.as_ref();
-        rings::comm_info(self.rank as i32, &self.ranks, &self.layout, &self.pods, channels, &self.cycles, want_peers).map_err(failed)
+        rings::comm_info(self.rank as i32, &self.ranks, &self.layout, &self.pods, channels, &self.cycles, want_peers)
+            .map_err(failed)
     }
 
     /// The CPUs near this rank's device, from the topology.
@@ -331,7 +368,8 @@ impl Plan {
 
     /// The plan as bytes: head, records, rings.
     pub fn export(&self) -> Result<Vec<u8>, Failure> {
-        let channels = self.channels.as_ref().ok_or_else(|| Failure::new(Code::Uninitialized, "the graph is not built yet"))?;
+        let channels =
+            self.channels.as_ref().ok_or_else(|| Failure::new(Code::Uninitialized, "the graph is not built yet"))?;
         let mut b = Vec::new();
         for word in [STATE_MAGIC, self.rank as u32, self.nranks as u32, self.dev as u32] {
             b.extend_from_slice(&word.to_le_bytes());
@@ -363,13 +401,19 @@ impl Plan {
         }
         let (rank, nranks, nrings) = (u32_at(b, 4) as usize, u32_at(b, 8) as usize, u32_at(b, 32) as usize);
         let ring_bytes = nranks.saturating_mul(4).saturating_add(1);
-        let need = nranks.saturating_mul(RECORD_BYTES).saturating_add(nrings.saturating_mul(ring_bytes)).saturating_add(40);
+        let need =
+            nranks.saturating_mul(RECORD_BYTES).saturating_add(nrings.saturating_mul(ring_bytes)).saturating_add(40);
         if rank >= nranks || nrings > 32 || b.len() != need {
             return Err(bad(&format!("rank {rank} of {nranks}, {nrings} rings, {} bytes", b.len())));
         }
         let (head, rest) = b[40..].split_at(nranks * RECORD_BYTES);
-        let records = head.chunks(RECORD_BYTES).enumerate().map(|(r, b)| PeerRecord::decode(b, r)).collect::<Result<Vec<_>, _>>()?;
-        let h = Head { rank, nranks, cluster_id: u64_at(b, 16), epoch: u64_at(b, 24) as i64, dev: u32_at(b, 12) as i32 };
+        let records = head
+            .chunks(RECORD_BYTES)
+            .enumerate()
+            .map(|(r, b)| PeerRecord::decode(b, r))
+            .collect::<Result<Vec<_>, _>>()?;
+        let h =
+            Head { rank, nranks, cluster_id: u64_at(b, 16), epoch: u64_at(b, 24) as i64, dev: u32_at(b, 12) as i32 };
         let mut plan = Plan::of_records(h, records, None, u32_at(b, 36))?;
         let mut all = Vec::with_capacity(nrings);
         for ring in rest.chunks(ring_bytes) {

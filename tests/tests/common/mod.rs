@@ -10,7 +10,10 @@ use host_runtime::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
 /// A configuration for tests: loopback only, short deadlines, little device memory.
 pub fn config() -> RuntimeConfig {
     let mut c = RuntimeConfig { timeout: Duration::from_secs(20), hbm_bytes: 1 << 30, ..RuntimeConfig::default() };
-    assert!(c.plugin.is_some(), "target/plugins/nccom.wasm is missing: run `cargo xtask guests` (cargo xtask test does)");
+    assert!(
+        c.plugin.is_some(),
+        "target/plugins/nccom.wasm is missing: run `cargo xtask guests` (cargo xtask test does)"
+    );
     c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
     c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "15000".into());
     c
@@ -39,7 +42,9 @@ pub fn world<R: Send + 'static>(
                     if let Some(e) = runtime.load_error() {
                         panic!("{}", e.sentinel);
                     }
-                    let comm = runtime.init_comm(CommOptions::with_root(root, rank, n)).unwrap_or_else(|e| panic!("rank {rank}: {e}"));
+                    let comm = runtime
+                        .init_comm(CommOptions::with_root(root, rank, n))
+                        .unwrap_or_else(|e| panic!("rank {rank}: {e}"));
                     f(comm)
                 })
                 .unwrap()

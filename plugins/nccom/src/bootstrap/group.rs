@@ -52,10 +52,12 @@ impl<S: Sockets> Group<S> {
     /// Reports to the root, wires the ring, gathers all addresses.
     pub fn join(s: &S, j: &Join) -> Result<Group<S>, Failure> {
         let ms = j.timeout_ms;
-        let listener = s.listen(&j.interface.with_port(0), ms).map_err(|e| e.during("opening the bootstrap listener"))?;
+        let listener =
+            s.listen(&j.interface.with_port(0), ms).map_err(|e| e.during("opening the bootstrap listener"))?;
         let mine = s.local(&listener)?;
         let info = Info { rank: j.rank as i32, nranks: j.nranks as i32, listen: mine, hash: j.hash };
-        let at_root = |e: Failure| e.during(&format!("rank {} of {} reporting to the root at {}", j.rank, j.nranks, j.root));
+        let at_root =
+            |e: Failure| e.during(&format!("rank {} of {} reporting to the root at {}", j.rank, j.nranks, j.root));
         let answer = {
             let conn = s.connect(&j.root, ms).map_err(at_root)?;
             send_message(s, &conn, Kind::InfoToRoot, &info.encode(), ms).map_err(at_root)?;
@@ -75,9 +77,11 @@ impl<S: Sockets> Group<S> {
             recv: (0..j.nranks).map(|_| None).collect(),
         };
         if j.nranks > 1 {
-            g.next = Some(g.dial(s, &answer.next, Purpose::Ring).map_err(|e| e.during("connecting to the ring successor"))?);
+            g.next =
+                Some(g.dial(s, &answer.next, Purpose::Ring).map_err(|e| e.during("connecting to the ring successor"))?);
             let prev = (j.rank + j.nranks - 1) % j.nranks;
-            g.prev = Some(g.accept_from(s, prev, Purpose::Ring).map_err(|e| e.during("waiting for the ring predecessor"))?);
+            g.prev =
+                Some(g.accept_from(s, prev, Purpose::Ring).map_err(|e| e.during("waiting for the ring predecessor"))?);
             let all = g.all_gather(s, &mine.0, "addresses")?;
             g.addresses = all.chunks(28).map(Address::from_slice).collect::<Result<_, _>>()?;
         }
@@ -97,8 +101,11 @@ impl<S: Sockets> Group<S> {
         let until = s.now_ms() + u64::from(self.timeout_ms);
         loop {
             let left = until.saturating_sub(s.now_ms());
-            let conn = s.accept(&self.listener, left as u32).map_err(|e| e.during(&format!("rank {} waiting for rank {from}", self.rank)))?;
-            let hello = recv_message(s, &conn, Kind::Hello, HELLO_BYTES, HELLO_MS.min(self.timeout_ms)).and_then(|b| Hello::decode(&b));
+            let conn = s
+                .accept(&self.listener, left as u32)
+                .map_err(|e| e.during(&format!("rank {} waiting for rank {from}", self.rank)))?;
+            let hello = recv_message(s, &conn, Kind::Hello, HELLO_BYTES, HELLO_MS.min(self.timeout_ms))
+                .and_then(|b| Hello::decode(&b));
             let Ok(hello) = hello else { continue };
             let Some(rank) = usize::try_from(hello.rank).ok().filter(|r| *r < self.nranks) else { continue };
             if hello.cluster_id != self.cluster_id {
@@ -139,7 +146,10 @@ impl<S: Sockets> Group<S> {
     fn peer(&self, peer: i32) -> Result<usize, Failure> {
         match usize::try_from(peer) {
             Ok(p) if p < self.nranks && p != self.rank => Ok(p),
-            _ => Err(invalid(format!("rank {} of {} cannot exchange bootstrap messages with rank {peer}", self.rank, self.nranks))),
+            _ => Err(invalid(format!(
+                "rank {} of {} cannot exchange bootstrap messages with rank {peer}",
+                self.rank, self.nranks
+            ))),
         }
     }
 

@@ -53,7 +53,10 @@ pub fn send_message<S: Sockets>(s: &S, conn: &S::Conn, kind: Kind, payload: &[u8
 pub fn recv_any<S: Sockets>(s: &S, conn: &S::Conn, most: usize, ms: u32) -> Result<(Kind, Vec<u8>), Failure> {
     let header = Header::decode(&s.recv(conn, Header::BYTES, ms)?)?;
     if header.len > most as u64 {
-        let text = format!("a bootstrap message announces {} bytes, at most {most} were expected; the peer is foreign or damaged", header.len);
+        let text = format!(
+            "a bootstrap message announces {} bytes, at most {most} were expected; the peer is foreign or damaged",
+            header.len
+        );
         return Err(Failure::new(Code::Failure, text));
     }
     Ok((header.kind, s.recv(conn, header.len as usize, ms)?))

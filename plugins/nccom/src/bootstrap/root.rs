@@ -41,19 +41,28 @@ impl Roll {
         let fail = |text: String| Err(Failure::new(Code::Failure, text));
         let n = self.nranks;
         if usize::try_from(info.nranks).ok() != Some(n) {
-            return fail(format!("rank {} believes in a world of {} ranks, the root in {n}; start all ranks with the same size", info.rank, info.nranks));
+            return fail(format!(
+                "rank {} believes in a world of {} ranks, the root in {n}; start all ranks with the same size",
+                info.rank, info.nranks
+            ));
         }
         let Some(place) = usize::try_from(info.rank).ok().and_then(|r| self.infos.get_mut(r)) else {
             return fail(format!("a rank says it is rank {} of {n}", info.rank));
         };
         if let Some(first) = place {
-            return fail(format!("rank {} joined twice, from {} and from {}; two processes claim the same rank", info.rank, first.listen, info.listen));
+            return fail(format!(
+                "rank {} joined twice, from {} and from {}; two processes claim the same rank",
+                info.rank, first.listen, info.listen
+            ));
         }
         match self.hash {
             None => self.hash = Some(info.hash),
             Some(h) if h == info.hash => {}
             Some(_) => {
-                return fail(format!("rank {} ({}) runs another build than the first rank that joined (git hash mismatch); install one version everywhere", info.rank, info.listen));
+                return fail(format!(
+                    "rank {} ({}) runs another build than the first rank that joined (git hash mismatch); install one version everywhere",
+                    info.rank, info.listen
+                ));
             }
         }
         *place = Some(info);
@@ -101,7 +110,13 @@ fn patience(timeout_ms: u32) -> u64 {
 }
 
 /// Accepts until every rank reported, then answers all. `cluster_id` and `epoch` are the group's.
-pub fn serve<S: Sockets>(s: &S, listener: &S::Listener, duty: Duty, cluster_id: u64, epoch: i64) -> Result<(), Failure> {
+pub fn serve<S: Sockets>(
+    s: &S,
+    listener: &S::Listener,
+    duty: Duty,
+    cluster_id: u64,
+    epoch: i64,
+) -> Result<(), Failure> {
     let mut visitors: Vec<Visitor<S::Conn>> = Vec::new();
     let collected = collect(s, listener, duty, &mut visitors);
     let roll = match collected {
@@ -123,7 +138,12 @@ pub fn serve<S: Sockets>(s: &S, listener: &S::Listener, duty: Duty, cluster_id: 
     Ok(())
 }
 
-fn collect<S: Sockets>(s: &S, listener: &S::Listener, duty: Duty, visitors: &mut Vec<Visitor<S::Conn>>) -> Result<Roll, Failure> {
+fn collect<S: Sockets>(
+    s: &S,
+    listener: &S::Listener,
+    duty: Duty,
+    visitors: &mut Vec<Visitor<S::Conn>>,
+) -> Result<Roll, Failure> {
     let mut roll = Roll::new(duty.nranks as usize);
     let mut started: Option<u64> = None;
     while !roll.missing().is_empty() {
@@ -151,7 +171,9 @@ fn collect<S: Sockets>(s: &S, listener: &S::Listener, duty: Duty, visitors: &mut
             continue;
         }
         let each = if payload.len() % super::wire::INFO_BYTES[1] == 0 { 56 } else { 40 };
-        let Ok(infos) = payload.chunks(each).map(Info::decode).collect::<Result<Vec<Info>, Failure>>() else { continue };
+        let Ok(infos) = payload.chunks(each).map(Info::decode).collect::<Result<Vec<Info>, Failure>>() else {
+            continue;
+        };
         started = started.or_else(|| Some(s.now_ms()));
         let ranks = infos.iter().map(|i| usize::try_from(i.rank).unwrap_or(0)).collect();
         visitors.push(Visitor { conn, ranks });
@@ -182,14 +204,22 @@ pub fn serve_local<S: Sockets>(
                 let here: Vec<i32> = infos.iter().map(|i| i.rank).collect();
                 let lacking: Vec<String> =
                     (first..first + count).filter(|r| !here.contains(&(*r as i32))).map(|r| r.to_string()).collect();
-                Failure::new(e.code, format!("the local root of ranks {first} to {} misses {}", first + count - 1, lacking.join(", ")))
+                Failure::new(
+                    e.code,
+                    format!("the local root of ranks {first} to {} misses {}", first + count - 1, lacking.join(", ")),
+                )
             })?;
-            let Ok((Kind::InfoToRoot, payload)) = recv_any(s, &conn, 56, HELLO_MS.min(duty.timeout_ms)) else { continue };
+            let Ok((Kind::InfoToRoot, payload)) = recv_any(s, &conn, 56, HELLO_MS.min(duty.timeout_ms)) else {
+                continue;
+            };
             let Ok(info) = Info::decode(&payload) else { continue };
             visitors.push(Visitor { conn, ranks: vec![] });
             let local = u32::try_from(info.rank).is_ok_and(|r| (first..first + count).contains(&r));
             if !local {
-                return Err(Failure::new(Code::Failure, format!("rank {} reported to the local root of ranks {first} to {}", info.rank, first + count - 1)));
+                return Err(Failure::new(
+                    Code::Failure,
+                    format!("rank {} reported to the local root of ranks {first} to {}", info.rank, first + count - 1),
+                ));
             }
             if infos.iter().any(|i| i.rank == info.rank) {
                 return Err(Failure::new(Code::Failure, format!("rank {} joined twice on one server", info.rank)));
@@ -222,8 +252,8 @@ pub fn serve_local<S: Sockets>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::wire::parse_root_id;
     use super::super::wire::RootId;
+    use super::super::wire::parse_root_id;
     use super::*;
 
     fn info(rank: i32, nranks: i32, port: u16) -> Info {

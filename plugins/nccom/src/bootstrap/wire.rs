@@ -55,7 +55,9 @@ impl Address {
         }
         let a = Address::from_slice(&id[..28])?;
         if !matches!(a.0[0], 2 | 10) || a.0[1] != 0 || a.port() == 0 {
-            return Err(invalid("the unique id holds no root address; it must come from neuronGetUniqueId of the group's root"));
+            return Err(invalid(
+                "the unique id holds no root address; it must come from neuronGetUniqueId of the group's root",
+            ));
         }
         Ok(a)
     }
@@ -119,7 +121,12 @@ impl Header {
 
     /// From bytes; an unknown kind or a flag is a foreign peer.
     pub fn decode(b: &[u8]) -> Result<Header, Failure> {
-        let foreign = || Failure::new(Code::Failure, "a bootstrap message has no valid header; the peer is foreign or of another version");
+        let foreign = || {
+            Failure::new(
+                Code::Failure,
+                "a bootstrap message has no valid header; the peer is foreign or of another version",
+            )
+        };
         if b.len() != Header::BYTES || u32_at(b, 4) != 0 {
             return Err(foreign());
         }
@@ -168,10 +175,16 @@ impl Info {
     /// From bytes. A foreign magic is the failure whose sentence says so.
     pub fn decode(b: &[u8]) -> Result<Info, Failure> {
         if !INFO_BYTES.contains(&b.len()) {
-            return Err(Failure::new(Code::Failure, format!("an info record has 40 or 56 bytes, this one has {}", b.len())));
+            return Err(Failure::new(
+                Code::Failure,
+                format!("an info record has 40 or 56 bytes, this one has {}", b.len()),
+            ));
         }
         if u32_at(b, 0) != MAGIC {
-            let text = format!("an info record has magic {:#010x}, expected {MAGIC:#010x}: a foreign program connected", u32_at(b, 0));
+            let text = format!(
+                "an info record has magic {:#010x}, expected {MAGIC:#010x}: a foreign program connected",
+                u32_at(b, 0)
+            );
             return Err(Failure::new(Code::Failure, text));
         }
         let hash = (b.len() == 56).then(|| {
@@ -208,7 +221,10 @@ impl RootAnswer {
     /// From bytes.
     pub fn decode(b: &[u8]) -> Result<RootAnswer, Failure> {
         if b.len() != ANSWER_BYTES {
-            return Err(Failure::new(Code::Failure, format!("the root's answer has {ANSWER_BYTES} bytes, this one has {}", b.len())));
+            return Err(Failure::new(
+                Code::Failure,
+                format!("the root's answer has {ANSWER_BYTES} bytes, this one has {}", b.len()),
+            ));
         }
         let next = Address::from_slice(&b[16..])?;
         Ok(RootAnswer { cluster_id: u64_at(b, 0), epoch: u64_at(b, 8) as i64, next })

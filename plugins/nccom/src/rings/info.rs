@@ -69,41 +69,19 @@ pub fn comm_info(
     want_peers: bool,
 ) -> Result<CommInfo, RingError> {
     let expected = layout.ranks();
-    let shape = RingError::Shape {
-        what: "records",
-        found: ranks.len(),
-        expected,
-    };
-    let me = usize::try_from(rank)
-        .ok()
-        .filter(|_| ranks.len() == expected);
-    let (Some(own), Some(&node)) = (
-        me.and_then(|r| ranks.get(r)),
-        me.and_then(|r| layout.node_of.get(r)),
-    ) else {
+    let shape = RingError::Shape { what: "records", found: ranks.len(), expected };
+    let me = usize::try_from(rank).ok().filter(|_| ranks.len() == expected);
+    let (Some(own), Some(&node)) = (me.and_then(|r| ranks.get(r)), me.and_then(|r| layout.node_of.get(r))) else {
         return Err(shape);
     };
     let pod = pods.pod_of.get(node).copied().unwrap_or(0);
-    let pod_members: BTreeSet<i32> = pods
-        .pod_of
-        .iter()
-        .zip(&pods.pod_node_of)
-        .filter(|(p, _)| **p == pod)
-        .map(|(_, n)| *n)
-        .collect();
+    let pod_members: BTreeSet<i32> =
+        pods.pod_of.iter().zip(&pods.pod_node_of).filter(|(p, _)| **p == pod).map(|(_, n)| *n).collect();
     let on = |value: usize| if pods.enabled { value as i32 } else { 0 };
-    let peer = |r: &RankInfo| PeerInfo {
-        neuron_dev: r.neuron_dev,
-        rid: r.rid,
-        tpb_index: r.core,
-        pod_node_id: r.pod_node,
-    };
+    let peer =
+        |r: &RankInfo| PeerInfo { neuron_dev: r.neuron_dev, rid: r.rid, tpb_index: r.core, pod_node_id: r.pod_node };
     let channels = channels.cloned().unwrap_or_default();
-    let cycles = if channels.rings.is_empty() {
-        &[]
-    } else {
-        mla_cycles
-    };
+    let cycles = if channels.rings.is_empty() { &[] } else { mla_cycles };
     Ok(CommInfo {
         neuron_dev: own.neuron_dev,
         rank,
@@ -114,17 +92,9 @@ pub fn comm_info(
         enable_pod: pods.enabled,
         pod: on(pod),
         pod_n: on(pods.pod_of.iter().collect::<BTreeSet<_>>().len()),
-        pod_node: if pods.enabled {
-            pods.pod_node_of.get(node).copied().unwrap_or(0)
-        } else {
-            0
-        },
+        pod_node: if pods.enabled { pods.pod_node_of.get(node).copied().unwrap_or(0) } else { 0 },
         pod_node_n: on(pod_members.len()),
-        peers: if want_peers {
-            ranks.iter().map(peer).collect()
-        } else {
-            Vec::new()
-        },
+        peers: if want_peers { ranks.iter().map(peer).collect() } else { Vec::new() },
         rings: channels.rings.into_iter().take(MAX_CHANNELS).collect(),
         kangaring_paths: channels.kangaring,
         mla_cycles: cycles.iter().take(MAX_MLA_CYCLES).cloned().collect(),

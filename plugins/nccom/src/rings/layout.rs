@@ -30,11 +30,7 @@ impl Layout {
             });
         }
         let mut numbers: BTreeMap<u64, usize> = BTreeMap::new();
-        let mut layout = Self {
-            node_of: Vec::new(),
-            local_rank: Vec::new(),
-            nodes: Vec::new(),
-        };
+        let mut layout = Self { node_of: Vec::new(), local_rank: Vec::new(), nodes: Vec::new() };
         for (rank, hash) in host_hashes.iter().enumerate() {
             let node = *numbers.entry(*hash).or_insert(layout.nodes.len());
             if node == layout.nodes.len() {
@@ -52,16 +48,8 @@ impl Layout {
     /// # Errors
     /// [`RingError::Shape`].
     pub fn of_ranks(ranks: &[RankInfo]) -> Result<Self, RingError> {
-        if let Some(wrong) = ranks
-            .iter()
-            .enumerate()
-            .position(|(i, r)| i32::try_from(i) != Ok(r.rank))
-        {
-            return Err(RingError::Shape {
-                what: "records in rank order",
-                found: wrong,
-                expected: ranks.len(),
-            });
+        if let Some(wrong) = ranks.iter().enumerate().position(|(i, r)| i32::try_from(i) != Ok(r.rank)) {
+            return Err(RingError::Shape { what: "records in rank order", found: wrong, expected: ranks.len() });
         }
         Self::of(&ranks.iter().map(|r| r.host_hash).collect::<Vec<_>>())
     }
@@ -103,18 +91,10 @@ pub fn pods(
     peer: &dyn Fn(i32) -> Option<i32>,
 ) -> Result<Pods, RingError> {
     if ranks.len() != layout.ranks() {
-        return Err(RingError::Shape {
-            what: "records",
-            found: ranks.len(),
-            expected: layout.ranks(),
-        });
+        return Err(RingError::Shape { what: "records", found: ranks.len(), expected: layout.ranks() });
     }
     let n = layout.nodes.len();
-    let first = |node: usize| {
-        layout.nodes[node]
-            .first()
-            .and_then(|r| ranks.get(*r as usize))
-    };
+    let first = |node: usize| layout.nodes[node].first().and_then(|r| ranks.get(*r as usize));
     let in_pods = (0..n).all(|node| first(node).is_some_and(|r| r.pod_node >= 0));
     let enabled = matches!(pod_type, 1 | 2) && n > 1 && family.is_ultraserver() && in_pods;
     if !enabled {
@@ -131,14 +111,11 @@ pub fn pods(
     let mut pod_of = Vec::new();
     let mut pod_node_of = Vec::new();
     for rank in (0..n).filter_map(first) {
-        let pod = ids
-            .iter()
-            .position(|id| *id == rank.pod_id)
-            .unwrap_or_else(|| {
-                log.push(format!("Discovered a new Pod {:x}", rank.pod_id));
-                ids.push(rank.pod_id);
-                ids.len() - 1
-            });
+        let pod = ids.iter().position(|id| *id == rank.pod_id).unwrap_or_else(|| {
+            log.push(format!("Discovered a new Pod {:x}", rank.pod_id));
+            ids.push(rank.pod_id);
+            ids.len() - 1
+        });
         pod_of.push(pod);
         pod_node_of.push(rank.pod_node);
     }
@@ -147,28 +124,14 @@ pub fn pods(
         let mut members: Vec<usize> = (0..n).filter(|node| pod_of[*node] == pod).collect();
         // Several nodes may share a pod node id (virtual servers): node number decides between them.
         members.sort_by_key(|node| (pod_node_of[*node], *node));
-        let walked = if pod_type == 1 {
-            along_peers(&members, &pod_node_of, peer)
-        } else {
-            None
-        };
+        let walked = if pod_type == 1 { along_peers(&members, &pod_node_of, peer) } else { None };
         order.extend(walked.unwrap_or(members));
     }
-    Ok(Pods {
-        enabled,
-        pod_of,
-        pod_node_of,
-        order,
-        log,
-    })
+    Ok(Pods { enabled, pod_of, pod_node_of, order, log })
 }
 
 /// Follows the pod's own ring; None unless it visits each member once.
-fn along_peers(
-    members: &[usize],
-    pod_node_of: &[i32],
-    peer: &dyn Fn(i32) -> Option<i32>,
-) -> Option<Vec<usize>> {
+fn along_peers(members: &[usize], pod_node_of: &[i32], peer: &dyn Fn(i32) -> Option<i32>) -> Option<Vec<usize>> {
     let mut walked = vec![*members.first()?];
     let mut at = *pod_node_of.get(*members.first()?)?;
     // A pod may have nodes this communicator does not use; they are stepped over.

@@ -97,10 +97,7 @@ impl fmt::Display for RingError {
                 "a topology record of {found} bytes arrived where {TOPO_RANKS_BYTES} were expected: the ranks run different versions"
             ),
             Self::NoLoop { ring, end, rank } => {
-                write!(
-                    f,
-                    "Error : ring {ring} does not loop back to start ({end} != {rank})"
-                )
+                write!(f, "Error : ring {ring} does not loop back to start ({end} != {rank})")
             }
             Self::Misses { ring, rank } => {
                 write!(f, "Error : ring {ring} does not contain rank {rank}")
@@ -115,24 +112,13 @@ impl fmt::Display for RingError {
                 f,
                 "the topology record of rank {rank} names rank {named} as {what}, which is not a rank of its node: check that all ranks run the same version and configuration"
             ),
-            Self::Shape {
-                what,
-                found,
-                expected,
-            } => {
+            Self::Shape { what, found, expected } => {
                 write!(f, "rings need {expected} {what} but {found} were given")
             }
             Self::NotInGraph { rank, channel } => {
-                write!(
-                    f,
-                    "rank {rank} is not in channel {channel} of the graph of its own node"
-                )
+                write!(f, "rank {rank} is not in channel {channel} of the graph of its own node")
             }
-            Self::Kangaring {
-                path,
-                found,
-                expected,
-            } => write!(
+            Self::Kangaring { path, found, expected } => write!(
                 f,
                 "kangaring path {path} joins {found} ranks where {expected} were expected; the ranks' records disagree"
             ),

@@ -45,20 +45,12 @@ pub fn postset(
 ) -> Result<Channels, RingError> {
     let n = layout.ranks();
     if all.len() != n {
-        return Err(RingError::Shape {
-            what: "topology records",
-            found: all.len(),
-            expected: n,
-        });
+        return Err(RingError::Shape { what: "topology records", found: all.len(), expected: n });
     }
     let mut sorted = order.to_vec();
     sorted.sort_unstable();
     if !sorted.iter().copied().eq(0..layout.nodes.len()) {
-        return Err(RingError::Shape {
-            what: "nodes in the order",
-            found: order.len(),
-            expected: layout.nodes.len(),
-        });
+        return Err(RingError::Shape { what: "nodes in the order", found: order.len(), expected: layout.nodes.len() });
     }
     // Ranks of unlike nodes may have found different numbers; only what all have can be closed.
     let found = all.iter().map(TopoRanks::channels).min().unwrap_or(0);
@@ -79,50 +71,23 @@ pub fn postset(
     let rings = user_ranks
         .into_iter()
         .enumerate()
-        .map(|(c, user_ranks)| Ring {
-            prev: prev[c][me],
-            next: next[c][me],
-            user_ranks,
-            duplicate: c >= found,
-        })
+        .map(|(c, user_ranks)| Ring { prev: prev[c][me], next: next[c][me], user_ranks, duplicate: c >= found })
         .collect();
-    let kangaring = if family.is_switch_v1() {
-        kangaring(all, layout, order, &next)?
-    } else {
-        Vec::new()
-    };
+    let kangaring = if family.is_switch_v1() { kangaring(all, layout, order, &next)? } else { Vec::new() };
     Ok(Channels { rings, kangaring })
 }
 
 /// `prev` and `next` of every rank in one ring: the segments, and tail of a node → head of the following one.
-fn join(
-    all: &[TopoRanks],
-    layout: &Layout,
-    order: &[usize],
-    c: usize,
-) -> Result<(Vec<i32>, Vec<i32>), RingError> {
+fn join(all: &[TopoRanks], layout: &Layout, order: &[usize], c: usize) -> Result<(Vec<i32>, Vec<i32>), RingError> {
     let local = |node: usize, whose: i32, what: &'static str, named: i32| {
-        let known = usize::try_from(named)
-            .ok()
-            .and_then(|r| layout.node_of.get(r));
-        if known == Some(&node) {
-            Ok(named as usize)
-        } else {
-            Err(RingError::BadRecord {
-                rank: whose,
-                what,
-                named,
-            })
-        }
+        let known = usize::try_from(named).ok().and_then(|r| layout.node_of.get(r));
+        if known == Some(&node) { Ok(named as usize) } else { Err(RingError::BadRecord { rank: whose, what, named }) }
     };
     let mut prev = Vec::with_capacity(all.len());
     let mut next = Vec::with_capacity(all.len());
     for (r, record) in all.iter().enumerate() {
         let (node, rank) = (layout.node_of[r], r as i32);
-        for (what, value) in [
-            ("predecessor", record.ring_prev[c]),
-            ("successor", record.ring_next[c]),
-        ] {
+        for (what, value) in [("predecessor", record.ring_prev[c]), ("successor", record.ring_next[c])] {
             if value != -1 {
                 local(node, rank, what, value)?;
             }
@@ -155,18 +120,10 @@ pub fn build_rings(
     next: &[Vec<i32>],
 ) -> Result<Vec<Vec<i32>>, RingError> {
     if usize::try_from(rank).map_or(true, |r| r >= nranks) {
-        return Err(RingError::Shape {
-            what: "ranks at least",
-            found: nranks,
-            expected: rank.max(0) as usize + 1,
-        });
+        return Err(RingError::Shape { what: "ranks at least", found: nranks, expected: rank.max(0) as usize + 1 });
     }
     if prev.len() < nrings || next.len() < nrings {
-        return Err(RingError::Shape {
-            what: "rings",
-            found: prev.len().min(next.len()),
-            expected: nrings,
-        });
+        return Err(RingError::Shape { what: "rings", found: prev.len().min(next.len()), expected: nrings });
     }
     let mut rings = Vec::with_capacity(nrings);
     for ring in 0..nrings {
@@ -178,33 +135,20 @@ pub fn build_rings(
             let step = at.and_then(|at| Some((seen.get_mut(at)?, *next[ring].get(at)?)));
             let Some((seen, following)) = step else {
                 // The walk left the communicator: -1 or a rank nobody has.
-                return Err(RingError::NoLoop {
-                    ring,
-                    end: current,
-                    rank,
-                });
+                return Err(RingError::NoLoop { ring, end: current, rank });
             };
             *seen = true;
             row.push(current);
             current = following;
         }
         if current != rank {
-            return Err(RingError::NoLoop {
-                ring,
-                end: current,
-                rank,
-            });
+            return Err(RingError::NoLoop { ring, end: current, rank });
         }
         if let Some(missing) = seen.iter().position(|s| !s) {
-            return Err(RingError::Misses {
-                ring,
-                rank: missing as i32,
-            });
+            return Err(RingError::Misses { ring, rank: missing as i32 });
         }
         let undone = |r: &i32| {
-            let back = next[ring]
-                .get(*r as usize)
-                .and_then(|x| prev[ring].get(usize::try_from(*x).ok()?));
+            let back = next[ring].get(*r as usize).and_then(|x| prev[ring].get(usize::try_from(*x).ok()?));
             back == Some(r)
         };
         if let Some(rank) = row.iter().find(|r| !undone(r)) {
@@ -224,23 +168,14 @@ fn kangaring(
     next: &[Vec<i32>],
 ) -> Result<Vec<Vec<i32>>, RingError> {
     let n = layout.ranks();
-    let paths = |r: &TopoRanks| {
-        r.jbog_kangaring_path
-            .iter()
-            .position(|g| g[0] < 0)
-            .unwrap_or(MAX_KANGA_PATHS)
-    };
+    let paths = |r: &TopoRanks| r.jbog_kangaring_path.iter().position(|g| g[0] < 0).unwrap_or(MAX_KANGA_PATHS);
     // A record without a fragment is all zero; with one, its group names the rank itself.
-    let has =
-        |(r, record): (usize, &TopoRanks)| record.jbog_kangaring_path[0].contains(&(r as i32));
+    let has = |(r, record): (usize, &TopoRanks)| record.jbog_kangaring_path[0].contains(&(r as i32));
     if n > MAX_KANGA_RANKS || next.is_empty() || !all.iter().enumerate().all(has) {
         return Ok(Vec::new());
     }
     let count = all.iter().map(paths).min().unwrap_or(0);
-    let head = order
-        .first()
-        .and_then(|node| layout.nodes[*node].first())
-        .map_or(0, |r| all[*r as usize].ring_recv[0]);
+    let head = order.first().and_then(|node| layout.nodes[*node].first()).map_or(0, |r| all[*r as usize].ring_recv[0]);
     let mut table = Vec::with_capacity(count);
     for k in 0..count {
         let along = &next[k % next.len()];
@@ -251,10 +186,7 @@ fn kangaring(
                 break;
             };
             if !path.contains(&at) {
-                let group = record.jbog_kangaring_path[k]
-                    .iter()
-                    .copied()
-                    .filter(|r| *r >= 0);
+                let group = record.jbog_kangaring_path[k].iter().copied().filter(|r| *r >= 0);
                 path.extend(group);
             }
             at = along[at as usize];
@@ -263,11 +195,7 @@ fn kangaring(
         sorted.sort_unstable();
         sorted.dedup();
         if path.len() != n || !sorted.iter().copied().eq(0..n as i32) {
-            return Err(RingError::Kangaring {
-                path: k,
-                found: sorted.len(),
-                expected: n,
-            });
+            return Err(RingError::Kangaring { path: k, found: sorted.len(), expected: n });
         }
         table.push(path);
     }

@@ -21,17 +21,9 @@ pub struct Segment {
 /// # Errors
 /// [`RingError::NotInGraph`] if a channel does not hold the rank; [`RingError::Shape`] for more channels than a record
 /// holds.
-pub fn preset(
-    graph: &Graph,
-    rank: i32,
-    family: Family,
-) -> Result<(TopoRanks, Vec<Segment>), RingError> {
+pub fn preset(graph: &Graph, rank: i32, family: Family) -> Result<(TopoRanks, Vec<Segment>), RingError> {
     if graph.n_channels > MAX_CHANNELS {
-        return Err(RingError::Shape {
-            what: "channels at most",
-            found: graph.n_channels,
-            expected: MAX_CHANNELS,
-        });
+        return Err(RingError::Shape { what: "channels at most", found: graph.n_channels, expected: MAX_CHANNELS });
     }
     let mut mine = TopoRanks::empty();
     let mut segments = Vec::with_capacity(2 * graph.n_channels);
@@ -42,11 +34,7 @@ pub fn preset(
         let (Some(head), Some(tail)) = (row.first(), row.last()) else {
             return Err(missing);
         };
-        let prev = i
-            .checked_sub(1)
-            .and_then(|i| row.get(i))
-            .copied()
-            .unwrap_or(-1);
+        let prev = i.checked_sub(1).and_then(|i| row.get(i)).copied().unwrap_or(-1);
         let next = row.get(i + 1).copied().unwrap_or(-1);
         mine.ring_recv[c] = *head;
         mine.ring_send[c] = *tail;

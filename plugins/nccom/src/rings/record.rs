@@ -52,10 +52,7 @@ impl TopoRanks {
 
     /// Channels this fragment has: up to the first without a head.
     pub fn channels(&self) -> usize {
-        self.ring_recv
-            .iter()
-            .position(|r| *r < 0)
-            .unwrap_or(MAX_CHANNELS)
+        self.ring_recv.iter().position(|r| *r < 0).unwrap_or(MAX_CHANNELS)
     }
 
     fn rows(&self) -> [&[i32; MAX_CHANNELS]; 7] {
@@ -73,11 +70,7 @@ impl TopoRanks {
     /// The 960 bytes.
     pub fn encode(&self) -> [u8; TOPO_RANKS_BYTES] {
         let mut bytes = [0; TOPO_RANKS_BYTES];
-        let values = self
-            .rows()
-            .into_iter()
-            .flatten()
-            .chain(self.jbog_kangaring_path.iter().flatten());
+        let values = self.rows().into_iter().flatten().chain(self.jbog_kangaring_path.iter().flatten());
         for (slot, value) in bytes.chunks_exact_mut(4).zip(values) {
             slot.copy_from_slice(&value.to_le_bytes());
         }
@@ -105,9 +98,7 @@ impl TopoRanks {
             tree_to_parent: row(4),
             tree_to_child0: row(5),
             tree_to_child1: row(6),
-            jbog_kangaring_path: std::array::from_fn(|k| {
-                std::array::from_fn(|i| word(7 * MAX_CHANNELS + 4 * k + i))
-            }),
+            jbog_kangaring_path: std::array::from_fn(|k| std::array::from_fn(|i| word(7 * MAX_CHANNELS + 4 * k + i))),
         })
     }
 }
@@ -120,25 +111,13 @@ mod tests {
     #[test]
     fn the_record_is_960_bytes_at_the_recorded_offsets() {
         let mut t = TopoRanks::empty();
-        let at = |bytes: &[u8], offset: usize| {
-            i32::from_le_bytes(bytes[offset..offset + 4].try_into().unwrap())
-        };
+        let at = |bytes: &[u8], offset: usize| i32::from_le_bytes(bytes[offset..offset + 4].try_into().unwrap());
         for c in 0..32 {
             let c32 = c as i32;
-            (
-                t.ring_recv[c],
-                t.ring_send[c],
-                t.ring_prev[c],
-                t.ring_next[c],
-            ) = (c32, 100 + c32, 200 + c32, 300 + c32);
-            (
-                t.tree_to_parent[c],
-                t.tree_to_child0[c],
-                t.tree_to_child1[c],
-            ) = (400 + c32, 500 + c32, 600 + c32);
+            (t.ring_recv[c], t.ring_send[c], t.ring_prev[c], t.ring_next[c]) = (c32, 100 + c32, 200 + c32, 300 + c32);
+            (t.tree_to_parent[c], t.tree_to_child0[c], t.tree_to_child1[c]) = (400 + c32, 500 + c32, 600 + c32);
         }
-        t.jbog_kangaring_path =
-            std::array::from_fn(|k| std::array::from_fn(|i| 0x0102_0300 + (4 * k + i) as i32));
+        t.jbog_kangaring_path = std::array::from_fn(|k| std::array::from_fn(|i| 0x0102_0300 + (4 * k + i) as i32));
         let bytes = t.encode();
         assert_eq!(bytes.len(), 960);
         for c in 0..32 {

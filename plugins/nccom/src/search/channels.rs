@@ -9,12 +9,7 @@ use crate::topo::{NodeType, PathType, System, TopoError};
 ///
 /// # Errors
 /// [`TopoError::UnknownRank`] and [`TopoError::NoNet`] without a graph, or with one that has no channel.
-pub fn net_dev(
-    system: &System,
-    rank: i32,
-    graph: Option<&Graph>,
-    channel: usize,
-) -> Result<i32, TopoError> {
+pub fn net_dev(system: &System, rank: i32, graph: Option<&Graph>, channel: usize) -> Result<i32, TopoError> {
     let Some(graph) = graph.filter(|g| g.n_channels > 0) else {
         return system.nearest_net(rank);
     };
@@ -22,11 +17,7 @@ pub fn net_dev(
     let count = system.bucket(NodeType::Gpu).len();
     let head = graph.intra.get(c * count).copied();
     let dir = usize::from(head != Some(rank));
-    graph
-        .inter
-        .get(2 * c + dir)
-        .copied()
-        .ok_or(TopoError::NoNet)
+    graph.inter.get(2 * c + dir).copied().ok_or(TopoError::NoNet)
 }
 
 /// Point-to-point channels of a communicator (topology-and-rings 7.1).
@@ -45,11 +36,7 @@ pub struct P2pChannels {
 pub fn p2p_channels(system: &System, n_channels: usize) -> P2pChannels {
     if n_channels > MAX_CHANNELS {
         // The original stops here: the order is not computed and the count per peer keeps its start value, 1.
-        return P2pChannels {
-            channels: MAX_CHANNELS,
-            per_peer: 1,
-            order: Vec::new(),
-        };
+        return P2pChannels { channels: MAX_CHANNELS, per_peer: 1, order: Vec::new() };
     }
     let base = n_channels.max(1);
     let mut best = usize::MAX;
@@ -71,9 +58,5 @@ pub fn p2p_channels(system: &System, n_channels: usize) -> P2pChannels {
     let channels = base.next_power_of_two();
     let bits = channels.trailing_zeros();
     let reverse = |i: usize| (0..bits).fold(0, |r, b| r | ((i >> b) & 1) << (bits - 1 - b));
-    P2pChannels {
-        channels,
-        per_peer,
-        order: (0..channels).map(reverse).collect(),
-    }
+    P2pChannels { channels, per_peer, order: (0..channels).map(reverse).collect() }
 }

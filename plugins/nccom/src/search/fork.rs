@@ -64,12 +64,7 @@ impl Calculator {
             Self::Trn2 | Self::Trn3 => (4, 1, 1, 0),
             Self::Trn3SwitchV1 => (4, 1, 1, 16),
         };
-        Platform {
-            engines_per_accelerator: engines,
-            remote_peers: remote,
-            d2d_peers: d2d,
-            rmtv_peers: rmtv,
-        }
+        Platform { engines_per_accelerator: engines, remote_peers: remote, d2d_peers: d2d, rmtv_peers: rmtv }
     }
 }
 
@@ -139,33 +134,17 @@ impl Topology {
                     continue;
                 };
                 let over = |l: &usize| system.links.get(*l).map(|l| l.to);
-                let crossed: Vec<usize> = path
-                    .links
-                    .iter()
-                    .filter_map(over)
-                    .filter(|n| n != b)
-                    .collect();
+                let crossed: Vec<usize> = path.links.iter().filter_map(over).filter(|n| n != b).collect();
                 let through_gpu = crossed.iter().any(|n| system.gpu(*n).is_some());
                 let fabric_switch = |n: &usize| {
                     use crate::topo::system::Detail;
-                    system
-                        .nodes
-                        .get(*n)
-                        .is_some_and(|n| n.detail == Detail::Nvs { accelerator: false })
+                    system.nodes.get(*n).is_some_and(|n| n.detail == Detail::Nvs { accelerator: false })
                 };
                 if through_gpu {
                     continue;
                 }
-                let locality = if crossed.iter().any(fabric_switch) {
-                    Locality::Rmtv
-                } else {
-                    Locality::RemoteMla
-                };
-                row.push(Edge {
-                    target: v,
-                    locality,
-                    priority: 0,
-                });
+                let locality = if crossed.iter().any(fabric_switch) { Locality::Rmtv } else { Locality::RemoteMla };
+                row.push(Edge { target: v, locality, priority: 0 });
             }
             row.sort_by_key(|e| (e.locality, e.target));
             let mut counts: BTreeMap<Locality, usize> = BTreeMap::new();
@@ -180,12 +159,7 @@ impl Topology {
             });
             edges.push(row);
         }
-        Self {
-            edges,
-            ceiling: 2 * request.max_paths as u32,
-            steps: FORK_SEARCH_STEPS,
-            moving: true,
-        }
+        Self { edges, ceiling: 2 * request.max_paths as u32, steps: FORK_SEARCH_STEPS, moving: true }
     }
 
     /// Edges of a node in the order they are tried: locality, then priority as it is now.
@@ -205,11 +179,7 @@ impl Topology {
             return 0;
         };
         let before = e.priority;
-        let step = if e.locality == Locality::RemoteMla {
-            2
-        } else {
-            1
-        };
+        let step = if e.locality == Locality::RemoteMla { 2 } else { 1 };
         if moving {
             e.priority = (before + step).min(ceiling);
         }
@@ -242,12 +212,7 @@ impl Topology {
             return true;
         }
         for edge in self.frontier(node) {
-            let Some(target) = self
-                .edges
-                .get(node)
-                .and_then(|r| r.get(edge))
-                .map(|e| e.target)
-            else {
+            let Some(target) = self.edges.get(node).and_then(|r| r.get(edge)).map(|e| e.target) else {
                 continue;
             };
             // Closing only at full depth; until then every visited node is taken.
@@ -280,9 +245,7 @@ impl Topology {
         let mut paths: Vec<Vec<usize>> = Vec::new();
         while paths.len() < max {
             match self.find(close) {
-                Some(path) if !paths.iter().any(|p| *p == path || is_reverse(p, &path)) => {
-                    paths.push(path)
-                }
+                Some(path) if !paths.iter().any(|p| *p == path || is_reverse(p, &path)) => paths.push(path),
                 _ => break,
             }
         }
@@ -310,24 +273,14 @@ fn rotate(path: &[usize], by: usize) -> Vec<usize> {
 fn duplicate(base: &[Vec<usize>], lanes: usize, cycle: bool) -> Vec<Vec<usize>> {
     let lanes = lanes.clamp(base.len().min(MAX_KANGA_PATHS), MAX_KANGA_PATHS);
     let by = |path: &[usize], lane: usize| {
-        if cycle {
-            rotate(path, lane * path.len() / lanes)
-        } else {
-            path.to_vec()
-        }
+        if cycle { rotate(path, lane * path.len() / lanes) } else { path.to_vec() }
     };
-    (0..lanes)
-        .filter_map(|lane| base.get(lane % base.len().max(1)).map(|p| by(p, lane)))
-        .collect()
+    (0..lanes).filter_map(|lane| base.get(lane % base.len().max(1)).map(|p| by(p, lane))).collect()
 }
 
 fn request(system: &System, calculator: Calculator, max_paths: usize) -> Request {
     let mut available = 0u128;
-    for gpu in system
-        .bucket(NodeType::Gpu)
-        .iter()
-        .filter_map(|n| system.gpu(*n))
-    {
+    for gpu in system.bucket(NodeType::Gpu).iter().filter_map(|n| system.gpu(*n)) {
         if let Ok(bit) = u32::try_from(gpu.dev) {
             available |= 1u128.checked_shl(bit).unwrap_or(0);
         }
@@ -337,19 +290,14 @@ fn request(system: &System, calculator: Calculator, max_paths: usize) -> Request
         available,
         generation: system.facts.family.generation(),
         platform,
-        cores_per_engine: (system.facts.cores_per_device / platform.engines_per_accelerator as u32)
-            .max(1),
+        cores_per_engine: (system.facts.cores_per_device / platform.engines_per_accelerator as u32).max(1),
         virtual_core_size: system.facts.virtual_core_size,
         max_paths,
     }
 }
 
 /// Device paths: cycles where the ring must close here, else cycles or, failing that, open paths.
-fn device_paths(
-    system: &System,
-    units: &[Vec<usize>],
-    request: &Request,
-) -> (Vec<Vec<usize>>, bool) {
+fn device_paths(system: &System, units: &[Vec<usize>], request: &Request) -> (Vec<Vec<usize>>, bool) {
     let mut topology = Topology::of(system, units, request);
     let cycles = topology.paths(request.max_paths, true);
     if !cycles.is_empty() || !system.facts.multi_node {
@@ -362,20 +310,13 @@ fn device_paths(
 ///
 /// # Errors
 /// [`SearchError`] if the graph document this search writes is not one the reader accepts: a defect of this module.
-pub fn search(
-    system: &System,
-    template: &Graph,
-    log: &mut Vec<String>,
-) -> Result<Option<Graph>, SearchError> {
+pub fn search(system: &System, template: &Graph, log: &mut Vec<String>) -> Result<Option<Graph>, SearchError> {
     let calculator = Calculator::choose(system.facts.family);
     let request = request(system, calculator, MAX_KANGA_PATHS);
     let units = system.accelerators();
     let (base, cycle) = device_paths(system, &units, &request);
     if base.is_empty() {
-        log.push(format!(
-            "{calculator:?} found no path over {} devices",
-            units.len()
-        ));
+        log.push(format!("{calculator:?} found no path over {} devices", units.len()));
         return Ok(None);
     }
     let lanes = system.bucket(NodeType::Net).len();
@@ -385,10 +326,7 @@ pub fn search(
     graph.cross_rack_to_rack = system.facts.multi_node && system.facts.family.is_switch_v1();
     let ranks_of = |path: &[usize]| -> Vec<i32> {
         let nodes = path.iter().filter_map(|u| units.get(*u)).flatten();
-        nodes
-            .filter_map(|n| system.gpu(*n))
-            .map(|g| g.rank)
-            .collect()
+        nodes.filter_map(|n| system.gpu(*n)).map(|g| g.rank).collect()
     };
     // Rings of both directions: the fabric's links carry both ways at once.
     for path in &paths {
@@ -414,22 +352,13 @@ pub fn search(
 }
 
 fn graph_template(graph: &Graph) -> Graph {
-    Graph {
-        n_channels: 0,
-        intra: Vec::new(),
-        inter: Vec::new(),
-        kangaring: Vec::new(),
-        ..graph.clone()
-    }
+    Graph { n_channels: 0, intra: Vec::new(), inter: Vec::new(), kangaring: Vec::new(), ..graph.clone() }
 }
 
 fn push_channel(system: &System, graph: &mut Graph, ranks: Vec<i32>, log: &mut Vec<String>) {
     let net = |rank: Option<&i32>| rank.and_then(|r| system.nearest_net(*r).ok()).unwrap_or(-1);
     let ends = [net(ranks.first()), net(ranks.last())];
-    log.push(format!(
-        "Channel {} uses NICs {} {}",
-        graph.n_channels, ends[0], ends[1]
-    ));
+    log.push(format!("Channel {} uses NICs {} {}", graph.n_channels, ends[0], ends[1]));
     graph.inter.extend(ends);
     graph.intra.extend(ranks);
     graph.n_channels += 1;
@@ -443,17 +372,11 @@ fn rate(system: &System, graph: &mut Graph) {
     (graph.type_intra, graph.type_inter) = (PathType::Loc, PathType::Loc);
     for c in 0..graph.n_channels {
         let row = graph.channel(c).to_vec();
-        let mut hops: Vec<(Option<usize>, Option<usize>, bool)> = row
-            .windows(2)
-            .map(|w| (node(&w[0]), node(&w[1]), false))
-            .collect();
+        let mut hops: Vec<(Option<usize>, Option<usize>, bool)> =
+            row.windows(2).map(|w| (node(&w[0]), node(&w[1]), false)).collect();
         let net = |end: usize| {
             let dev = graph.inter.get(2 * c + end);
-            system
-                .bucket(NodeType::Net)
-                .iter()
-                .copied()
-                .find(|n| system.net(*n).map(|n| n.dev).as_ref() == dev)
+            system.bucket(NodeType::Net).iter().copied().find(|n| system.net(*n).map(|n| n.dev).as_ref() == dev)
         };
         if across {
             hops.push((net(0), row.first().and_then(node), true));
@@ -465,11 +388,7 @@ fn rate(system: &System, graph: &mut Graph) {
             let Some(path) = a.zip(b).and_then(|(a, b)| system.path(a, b)) else {
                 continue;
             };
-            let worst = if inter {
-                &mut graph.type_inter
-            } else {
-                &mut graph.type_intra
-            };
+            let worst = if inter { &mut graph.type_inter } else { &mut graph.type_intra };
             *worst = (*worst).max(path.kind);
             graph.n_hops += path.links.len();
             for l in path.links {
@@ -478,10 +397,7 @@ fn rate(system: &System, graph: &mut Graph) {
         }
     }
     let share = |(l, n): (&usize, &u32)| system.links.get(*l).map(|l| l.width / *n as f32);
-    let speed = load
-        .iter()
-        .filter_map(share)
-        .fold(system.max_width, f32::min);
+    let speed = load.iter().filter_map(share).fold(system.max_width, f32::min);
     (graph.speed_intra, graph.speed_inter) = (speed, speed);
     graph.same_channels = (1..graph.n_channels).all(|c| graph.channel(c) == graph.channel(0));
 }
@@ -494,32 +410,21 @@ pub fn mla_cycles(system: &System, log: &mut Vec<String>) -> Vec<Vec<i32>> {
     let units = system.accelerators();
     let mut cycles: Vec<Vec<i32>> = Vec::new();
     if units.len() > 2 {
-        let request = request(
-            system,
-            Calculator::choose(system.facts.family),
-            MAX_KANGA_PATHS,
-        );
+        let request = request(system, Calculator::choose(system.facts.family), MAX_KANGA_PATHS);
         let mla = |u: &usize| {
             let first = units.get(*u).and_then(|unit| unit.first());
             first.and_then(|n| system.gpu(*n)).map(|g| g.mla)
         };
         let mut paths = Topology::of(system, &units, &request).paths(MAX_KANGA_PATHS, true);
         if let [first, rest @ ..] = paths.as_slice() {
-            let other = rest
-                .iter()
-                .find(|p| !shares_link(first, p))
-                .or(rest.first());
+            let other = rest.iter().find(|p| !shares_link(first, p)).or(rest.first());
             paths = std::iter::once(first).chain(other).cloned().collect();
         }
         for path in paths {
             let forward: Vec<i32> = path.iter().filter_map(mla).collect();
             let backward: Vec<i32> = path.iter().rev().filter_map(mla).collect();
             for mut cycle in [forward, backward] {
-                let lowest = cycle
-                    .iter()
-                    .enumerate()
-                    .min_by_key(|(_, m)| **m)
-                    .map_or(0, |(i, _)| i);
+                let lowest = cycle.iter().enumerate().min_by_key(|(_, m)| **m).map_or(0, |(i, _)| i);
                 cycle.rotate_left(lowest);
                 if !cycles.contains(&cycle) && cycles.len() < MAX_MLA_CYCLES {
                     cycles.push(cycle);
@@ -535,10 +440,7 @@ pub fn mla_cycles(system: &System, log: &mut Vec<String>) -> Vec<Vec<i32>> {
 fn shares_link(a: &[usize], b: &[usize]) -> bool {
     let links = |p: &[usize]| -> Vec<(usize, usize)> {
         let next = p.iter().cycle().skip(1);
-        p.iter()
-            .zip(next)
-            .map(|(x, y)| (*x.min(y), *x.max(y)))
-            .collect()
+        p.iter().zip(next).map(|(x, y)| (*x.min(y), *x.max(y))).collect()
     };
     let of_b = links(b);
     links(a).iter().any(|l| of_b.contains(l))
@@ -556,32 +458,19 @@ fn kangaring(
     paths: &[Vec<usize>],
     log: &mut Vec<String>,
 ) -> Vec<Vec<[i32; 4]>> {
-    let gpus: Vec<_> = system
-        .bucket(NodeType::Gpu)
-        .iter()
-        .filter_map(|n| system.gpu(*n))
-        .collect();
+    let gpus: Vec<_> = system.bucket(NodeType::Gpu).iter().filter_map(|n| system.gpu(*n)).collect();
     let mut jbogs: Vec<i32> = gpus.iter().map(|g| g.mla / MLA_PER_JBOG).collect();
     jbogs.sort_unstable();
     jbogs.dedup();
-    if !(1..=3).contains(&jbogs.len())
-        || gpus.len() > MAX_KANGA_RANKS
-        || request.virtual_core_size == 0
-    {
+    if !(1..=3).contains(&jbogs.len()) || gpus.len() > MAX_KANGA_RANKS || request.virtual_core_size == 0 {
         log.push("built 0 kangaring paths".to_string());
         return Vec::new();
     }
-    let engine = |core: i32| {
-        core.saturating_mul(request.virtual_core_size as i32) / request.cores_per_engine as i32
-    };
+    let engine = |core: i32| core.saturating_mul(request.virtual_core_size as i32) / request.cores_per_engine as i32;
     let mut table = Vec::new();
     for path in paths.iter().take(MAX_KANGA_PATHS) {
         let mut pairs: Vec<i32> = Vec::new();
-        for gpu in path
-            .iter()
-            .filter_map(|u| units.get(*u)?.first())
-            .filter_map(|n| system.gpu(*n))
-        {
+        for gpu in path.iter().filter_map(|u| units.get(*u)?.first()).filter_map(|n| system.gpu(*n)) {
             if !pairs.contains(&(gpu.mla / 2)) {
                 pairs.push(gpu.mla / 2);
             }
@@ -589,10 +478,7 @@ fn kangaring(
         let mut row = Vec::new();
         for pair in pairs {
             for e in 0..request.platform.engines_per_accelerator as i32 {
-                let mut members: Vec<_> = gpus
-                    .iter()
-                    .filter(|g| g.mla / 2 == pair && engine(g.core) == e)
-                    .collect();
+                let mut members: Vec<_> = gpus.iter().filter(|g| g.mla / 2 == pair && engine(g.core) == e).collect();
                 members.sort_by_key(|g| (g.core, g.mla, g.rank));
                 for group in members.chunks(4) {
                     let mut ranks = [-1; 4];
@@ -607,12 +493,7 @@ fn kangaring(
     }
     log.push(format!("built {} kangaring paths", table.len()));
     for (k, row) in table.iter().enumerate() {
-        let text: Vec<String> = row
-            .iter()
-            .flatten()
-            .filter(|r| **r >= 0)
-            .map(|r| r.to_string())
-            .collect();
+        let text: Vec<String> = row.iter().flatten().filter(|r| **r >= 0).map(|r| r.to_string()).collect();
         log.push(format!("kangaring path[{k}]={}", text.join(" ")));
     }
     table
@@ -630,11 +511,7 @@ mod tests {
     }
 
     fn topology(system: &System) -> Topology {
-        let request = request(
-            system,
-            Calculator::choose(system.facts.family),
-            MAX_KANGA_PATHS,
-        );
+        let request = request(system, Calculator::choose(system.facts.family), MAX_KANGA_PATHS);
         Topology::of(system, &system.accelerators(), &request)
     }
 
@@ -653,11 +530,7 @@ mod tests {
             (7, Calculator::Trn1),
             (0, Calculator::Trn1),
         ] {
-            assert_eq!(
-                Calculator::choose(Family(family)),
-                expected,
-                "family {family}"
-            );
+            assert_eq!(Calculator::choose(Family(family)), expected, "family {family}");
         }
     }
 
@@ -674,12 +547,7 @@ mod tests {
             let at = first.iter().position(|n| *n == u).unwrap();
             let next = first[(at + 1) % first.len()];
             for e in row {
-                assert_eq!(
-                    e.priority,
-                    if e.target == next { 2 } else { 0 },
-                    "{u} -> {}",
-                    e.target
-                );
+                assert_eq!(e.priority, if e.target == next { 2 } else { 0 }, "{u} -> {}", e.target);
                 on_path += usize::from(e.target == next);
             }
         }
@@ -687,10 +555,7 @@ mod tests {
         // It decides what comes next: with a standing priority the second walk is the first again.
         let second = t.find(true).unwrap();
         assert_ne!(second, first);
-        let mut still = Topology {
-            moving: false,
-            ..fresh.clone()
-        };
+        let mut still = Topology { moving: false, ..fresh.clone() };
         assert_eq!(still.find(true).unwrap(), first);
         assert_eq!(still.find(true).unwrap(), first);
         // Never above the ceiling, which the topology keeps.
@@ -725,10 +590,7 @@ mod tests {
             for (i, a) in cycle.iter().enumerate() {
                 let b = cycle[(i + 1) % 16];
                 let (dr, dc) = ((a / 4 - b / 4).rem_euclid(4), (a % 4 - b % 4).rem_euclid(4));
-                assert!(
-                    matches!((dr, dc), (0, 1 | 3) | (1 | 3, 0)),
-                    "{a} and {b} are no neighbours"
-                );
+                assert!(matches!((dr, dc), (0, 1 | 3) | (1 | 3, 0)), "{a} and {b} are no neighbours");
             }
         }
         assert!(shares_link(&[0, 1, 2], &[2, 1, 0]));
@@ -740,10 +602,7 @@ mod tests {
         let base = vec![vec![0, 1, 2, 3, 4, 5, 6, 7]];
         let lanes = duplicate(&base, 16, true);
         assert_eq!(lanes.len(), MAX_KANGA_PATHS);
-        assert_eq!(
-            lanes.iter().map(|l| l[0]).collect::<Vec<_>>(),
-            vec![0, 2, 4, 6]
-        );
+        assert_eq!(lanes.iter().map(|l| l[0]).collect::<Vec<_>>(), vec![0, 2, 4, 6]);
         assert_eq!(duplicate(&base, 0, true), base);
         assert_eq!(duplicate(&base, 3, false), vec![base[0].clone(); 3]);
     }

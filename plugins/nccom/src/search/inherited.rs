@@ -23,10 +23,8 @@ use crate::topo::{NodeType, PathType, System};
 use std::collections::BTreeMap;
 
 /// Speeds tried, GB/s (topology-and-rings 4).
-pub const TIERS: [f32; 18] = [
-    42.0, 30.0, 24.0, 21.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.4, 1.2, 0.24,
-    0.12,
-];
+pub const TIERS: [f32; 18] =
+    [42.0, 30.0, 24.0, 21.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.4, 1.2, 0.24, 0.12];
 /// What the whole descent may spend.
 pub const BUDGET: i64 = 0x18_0000;
 /// What one layout may spend when all channels have one order, and when they may differ.
@@ -153,80 +151,41 @@ impl Found {
 impl Problem {
     fn of(system: &System) -> Self {
         let units = system.accelerators();
-        let way = |a: usize, b: usize| {
-            system.path(a, b).map(|p| Way {
-                links: p.links,
-                kind: p.kind,
-                width: p.width,
-            })
-        };
-        let ends = |u: &Vec<usize>| {
-            (
-                u.first().copied().unwrap_or(0),
-                u.last().copied().unwrap_or(0),
-            )
-        };
+        let way = |a: usize, b: usize| system.path(a, b).map(|p| Way { links: p.links, kind: p.kind, width: p.width });
+        let ends = |u: &Vec<usize>| (u.first().copied().unwrap_or(0), u.last().copied().unwrap_or(0));
         let inside = units
             .iter()
             .map(|u| {
-                let start = Way {
-                    links: Vec::new(),
-                    kind: PathType::Loc,
-                    width: f32::INFINITY,
-                };
-                u.windows(2)
-                    .filter_map(|w| way(w[0], w[1]))
-                    .fold(start, |mut all, next| {
-                        all.links.extend(next.links);
-                        all.kind = all.kind.max(next.kind);
-                        all.width = all.width.min(next.width);
-                        all
-                    })
+                let start = Way { links: Vec::new(), kind: PathType::Loc, width: f32::INFINITY };
+                u.windows(2).filter_map(|w| way(w[0], w[1])).fold(start, |mut all, next| {
+                    all.links.extend(next.links);
+                    all.kind = all.kind.max(next.kind);
+                    all.width = all.width.min(next.width);
+                    all
+                })
             })
             .collect();
-        let between: Vec<Vec<Option<Way>>> = units
-            .iter()
-            .map(|u| units.iter().map(|v| way(ends(u).1, ends(v).0)).collect())
-            .collect();
+        let between: Vec<Vec<Option<Way>>> =
+            units.iter().map(|u| units.iter().map(|v| way(ends(u).1, ends(v).0)).collect()).collect();
         let across = system.facts.multi_node;
-        let net_nodes: Vec<usize> = if across {
-            system.bucket(NodeType::Net).to_vec()
-        } else {
-            Vec::new()
-        };
-        let enter: Vec<Vec<Option<Way>>> = net_nodes
-            .iter()
-            .map(|n| units.iter().map(|u| way(*n, ends(u).0)).collect())
-            .collect();
-        let leave: Vec<Vec<Option<Way>>> = units
-            .iter()
-            .map(|u| net_nodes.iter().map(|n| way(ends(u).1, *n)).collect())
-            .collect();
-        let near = between
-            .iter()
-            .enumerate()
-            .map(|(u, row)| sorted(row).into_iter().filter(|v| *v != u).collect())
-            .collect();
+        let net_nodes: Vec<usize> = if across { system.bucket(NodeType::Net).to_vec() } else { Vec::new() };
+        let enter: Vec<Vec<Option<Way>>> =
+            net_nodes.iter().map(|n| units.iter().map(|u| way(*n, ends(u).0)).collect()).collect();
+        let leave: Vec<Vec<Option<Way>>> =
+            units.iter().map(|u| net_nodes.iter().map(|n| way(ends(u).1, *n)).collect()).collect();
+        let near =
+            between.iter().enumerate().map(|(u, row)| sorted(row).into_iter().filter(|v| *v != u).collect()).collect();
         let near_net = enter.iter().map(|row| sorted(row)).collect();
         let near_unit = leave.iter().map(|row| sorted(row)).collect();
         let out_of = |nodes: &[usize]| -> Vec<f32> {
             let place = |n: usize| nodes.contains(&n) || is_place(system, nodes, n);
             let out = |fabric: bool| -> Vec<f32> {
-                let out = system
-                    .links
-                    .iter()
-                    .filter(|l| place(l.from) && !place(l.to));
-                out.filter(|l| (l.kind == LinkType::Nvl) == fabric)
-                    .map(|l| l.width)
-                    .collect()
+                let out = system.links.iter().filter(|l| place(l.from) && !place(l.to));
+                out.filter(|l| (l.kind == LinkType::Nvl) == fabric).map(|l| l.width).collect()
             };
             // As in the system's total: the fabric where there is one.
             let fabric = out(true);
-            if fabric.is_empty() {
-                out(false)
-            } else {
-                fabric
-            }
+            if fabric.is_empty() { out(false) } else { fabric }
         };
         let mut cuts = Vec::new();
         if units.len() > 1 {
@@ -239,11 +198,7 @@ impl Problem {
             inside,
             between,
             near,
-            nets: net_nodes
-                .iter()
-                .filter_map(|n| system.net(*n))
-                .map(|n| n.dev)
-                .collect(),
+            nets: net_nodes.iter().filter_map(|n| system.net(*n)).map(|n| n.dev).collect(),
             enter,
             near_net,
             leave,
@@ -271,12 +226,7 @@ impl Problem {
             kinds
         };
         let mut intra = collect(&self.between, self.units.len() == 1);
-        let floor = self
-            .inside
-            .iter()
-            .map(|w| w.kind)
-            .max()
-            .unwrap_or(PathType::Loc);
+        let floor = self.inside.iter().map(|w| w.kind).max().unwrap_or(PathType::Loc);
         intra.push(floor.max(PathType::Nvl));
         intra.retain(|k| *k >= floor);
         let mut inter = collect(&self.enter, true);
@@ -297,18 +247,11 @@ impl Problem {
 
     /// For each accelerator where the knobs and what is left of the links let it lead.
     fn onward(&self, k: &Knobs, free: &[f32]) -> Vec<Set> {
-        let open = |w: &Way| {
-            w.links
-                .iter()
-                .all(|l| free.get(*l).is_some_and(|f| *f >= k.speed))
-        };
+        let open = |w: &Way| w.links.iter().all(|l| free.get(*l).is_some_and(|f| *f >= k.speed));
         let row = |(u, row): (usize, &Vec<Option<Way>>)| {
             let mut set = Set::default();
             for (v, way) in row.iter().enumerate() {
-                if u != v
-                    && self.usable(way.as_ref(), k.type_intra, k)
-                    && way.as_ref().is_some_and(open)
-                {
+                if u != v && self.usable(way.as_ref(), k.type_intra, k) && way.as_ref().is_some_and(open) {
                     set.add(v);
                 }
             }
@@ -326,11 +269,7 @@ impl Problem {
                 self.usable(self.between[u][begin].as_ref(), k.type_intra, k)
             } else {
                 let at = |n: usize| self.usable(self.leave[u][n].as_ref(), k.type_inter, k);
-                if k.cross_nic {
-                    (0..self.nets.len()).any(at)
-                } else {
-                    at(begin)
-                }
+                if k.cross_nic { (0..self.nets.len()).any(at) } else { at(begin) }
             };
             if closes {
                 set.add(u);
@@ -343,11 +282,7 @@ impl Problem {
     /// across nodes some network device leads in at one and out at another.
     fn feasible(&self, k: &Knobs, onward: &[Set]) -> bool {
         let n = self.units.len();
-        if self
-            .inside
-            .iter()
-            .any(|w| w.width < k.speed || w.kind > k.type_intra)
-        {
+        if self.inside.iter().any(|w| w.width < k.speed || w.kind > k.type_intra) {
             return false;
         }
         if !self.nets.is_empty() {
@@ -358,8 +293,7 @@ impl Problem {
                     if n > 1 {
                         others.remove(u);
                     }
-                    self.usable(self.enter[net][u].as_ref(), k.type_inter, k)
-                        && others.first().is_some()
+                    self.usable(self.enter[net][u].as_ref(), k.type_inter, k) && others.first().is_some()
                 })
             };
             if !(0..self.nets.len()).any(through) {
@@ -387,10 +321,7 @@ impl Problem {
             ends: Vec::new(),
             done: Vec::new(),
         };
-        let mut best = Found {
-            knobs: k,
-            channels: Vec::new(),
-        };
+        let mut best = Found { knobs: k, channels: Vec::new() };
         if max > 0 && self.feasible(&k, layout.ahead()) {
             layout.run(max, &mut best);
         }
@@ -421,23 +352,13 @@ fn is_place(system: &System, gpus: &[usize], node: usize) -> bool {
     let Some(n) = system.nodes.get(node) else {
         return false;
     };
-    matches!(
-        n.detail,
-        Detail::Pci { accelerator: true } | Detail::Nvs { accelerator: true }
-    ) && n
-        .links
-        .iter()
-        .filter_map(|l| system.links.get(*l))
-        .any(|l| gpus.contains(&l.to))
+    matches!(n.detail, Detail::Pci { accelerator: true } | Detail::Nvs { accelerator: true })
+        && n.links.iter().filter_map(|l| system.links.get(*l)).any(|l| gpus.contains(&l.to))
 }
 
 /// Indices of the ways that exist, best first: type, links, wider, index.
 fn sorted(row: &[Option<Way>]) -> Vec<usize> {
-    let key = |i: &usize| {
-        row[*i]
-            .as_ref()
-            .map(|w| (w.kind, w.links.len(), -((w.width * 1000.0) as i64), *i))
-    };
+    let key = |i: &usize| row[*i].as_ref().map(|w| (w.kind, w.links.len(), -((w.width * 1000.0) as i64), *i));
     let mut order: Vec<usize> = (0..row.len()).filter(|i| row[*i].is_some()).collect();
     order.sort_by_key(key);
     order
@@ -509,29 +430,16 @@ impl Layout<'_> {
             Decision::Unit => match (repeat, self.order.last(), self.ends.first()) {
                 (Some(first), _, _) => {
                     forced = true;
-                    first
-                        .order
-                        .get(self.order.len())
-                        .copied()
-                        .into_iter()
-                        .collect()
+                    first.order.get(self.order.len()).copied().into_iter().collect()
                 }
                 (None, None, Some(net)) => self.p.near_net[*net].clone(),
                 // A ring has no beginning: any start is as good as the first.
                 (None, None, None) => vec![0],
                 (None, Some(last), _) => {
-                    let class = |u: usize| {
-                        self.p.between[*last][u]
-                            .as_ref()
-                            .map(|w| (w.kind, w.links.len()))
-                    };
-                    let ahead =
-                        |u: usize| self.ahead().get(u).map_or(0, |o| o.and(&self.left).count());
-                    let mut near: Vec<usize> = self.p.near[*last]
-                        .iter()
-                        .copied()
-                        .filter(|u| self.left.has(*u))
-                        .collect();
+                    let class = |u: usize| self.p.between[*last][u].as_ref().map(|w| (w.kind, w.links.len()));
+                    let ahead = |u: usize| self.ahead().get(u).map_or(0, |o| o.and(&self.left).count());
+                    let mut near: Vec<usize> =
+                        self.p.near[*last].iter().copied().filter(|u| self.left.has(*u)).collect();
                     // Stable: what is equal in both stays in the order of quality.
                     near.sort_by_key(|u| (class(*u), ahead(*u)));
                     near
@@ -544,12 +452,7 @@ impl Layout<'_> {
                 (Some(_), None) => Vec::new(),
             },
         };
-        Frame {
-            candidates,
-            next: 0,
-            undo: self.undo.len(),
-            forced,
-        }
+        Frame { candidates, next: 0, undo: self.undo.len(), forced }
     }
 
     /// Reserves the speed on a way; false leaves a partial reservation for the caller to undo.
@@ -591,17 +494,11 @@ impl Layout<'_> {
                 };
                 entered && self.reserve(Some(&p.inside[candidate]), intra)
             }
-            Decision::Close => {
-                match (self.order.first(), self.order.last(), self.ends.is_empty()) {
-                    (Some(_), Some(last), false) => {
-                        self.reserve(p.leave[*last][candidate].as_ref(), inter)
-                    }
-                    (Some(first), Some(last), true) => {
-                        self.reserve(p.between[*last][*first].as_ref(), intra)
-                    }
-                    _ => false,
-                }
-            }
+            Decision::Close => match (self.order.first(), self.order.last(), self.ends.is_empty()) {
+                (Some(_), Some(last), false) => self.reserve(p.leave[*last][candidate].as_ref(), inter),
+                (Some(first), Some(last), true) => self.reserve(p.between[*last][*first].as_ref(), intra),
+                _ => false,
+            },
         };
         if fits {
             match decision {
@@ -636,9 +533,7 @@ impl Layout<'_> {
             && let Some(laid) = self.done.pop()
         {
             self.onward.pop();
-            let begin = laid
-                .ends
-                .map_or_else(|| laid.order.first().copied().unwrap_or(0), |e| e.0);
+            let begin = laid.ends.map_or_else(|| laid.order.first().copied().unwrap_or(0), |e| e.0);
             self.exits = self.p.exits(&self.k, begin);
             self.left = Set::default();
             self.order = laid.order;
@@ -674,11 +569,7 @@ impl Layout<'_> {
             };
             let before = self.steps;
             let fits = self.choose(self.decision(), candidate);
-            self.steps = if forced {
-                before
-            } else {
-                self.steps - CANDIDATE_COST
-            };
+            self.steps = if forced { before } else { self.steps - CANDIDATE_COST };
             if self.steps <= 0 {
                 return;
             }
@@ -701,15 +592,8 @@ impl Layout<'_> {
                 let order = std::mem::take(&mut self.order);
                 self.ends.clear();
                 self.left = Set::all(self.p.units.len());
-                self.done.push(Laid {
-                    order,
-                    ends,
-                    hops: self.undo.len() - earlier,
-                });
-                let now = Found {
-                    knobs: self.k,
-                    channels: self.done.clone(),
-                };
+                self.done.push(Laid { order, ends, hops: self.undo.len() - earlier });
+                let now = Found { knobs: self.k, channels: self.done.clone() };
                 if now.beats(Some(best)) {
                     *best = now;
                 }
@@ -733,10 +617,7 @@ pub fn search(system: &System, template: &Graph, log: &mut Vec<String>) -> (Grap
         max = 1;
     }
     let mut budget = BUDGET;
-    let start = TIERS
-        .iter()
-        .position(|t| *t <= system.max_width)
-        .unwrap_or(TIERS.len() - 1);
+    let start = TIERS.iter().position(|t| *t <= system.max_width).unwrap_or(TIERS.len() - 1);
     let (intra, inter) = p.types();
     let mut best: Option<Found> = None;
     'tiers: for (i, &speed) in TIERS.iter().enumerate().skip(start) {
@@ -759,19 +640,12 @@ pub fn search(system: &System, template: &Graph, log: &mut Vec<String>) -> (Grap
                 }
                 for &type_intra in &intra {
                     // Worse paths only while there is no ring over better ones, at whatever speed.
-                    if best.as_ref().is_some_and(|f| {
-                        type_intra > f.knobs.type_intra || type_inter > f.knobs.type_inter
-                    }) {
+                    if best.as_ref().is_some_and(|f| type_intra > f.knobs.type_intra || type_inter > f.knobs.type_inter)
+                    {
                         continue;
                     }
                     for same in [true, false] {
-                        let knobs = Knobs {
-                            speed,
-                            type_intra,
-                            type_inter,
-                            cross_nic,
-                            same,
-                        };
+                        let knobs = Knobs { speed, type_intra, type_inter, cross_nic, same };
                         let step = if same { STEP_SAME } else { STEP_DIFFERENT };
                         let (found, spent) = p.lay(knobs, max, step);
                         budget -= spent;
@@ -803,19 +677,13 @@ pub fn search(system: &System, template: &Graph, log: &mut Vec<String>) -> (Grap
         best = last_resort(&p, max, &intra, &inter);
     }
     let Some(mut found) = best else {
-        log.push(format!(
-            "Could not find a path for pattern {}, falling back to simple order",
-            template.pattern
-        ));
+        log.push(format!("Could not find a path for pattern {}, falling back to simple order", template.pattern));
         return (simple_order(system, template), Origin::Fallback);
     };
     // Second pass: both speeds of a ring are one, so it starts again at the tier that was found and looks, with orders
     // that differ, for more channels of it.
     if found.channels.len() < p.bound(found.knobs.speed, max) {
-        let knobs = Knobs {
-            same: false,
-            ..found.knobs
-        };
+        let knobs = Knobs { same: false, ..found.knobs };
         let (again, _) = p.lay(knobs, max, STEP_DIFFERENT);
         if again.beats(Some(&found)) {
             found = again;
@@ -829,13 +697,7 @@ fn last_resort(p: &Problem, max: usize, intra: &[PathType], inter: &[PathType]) 
     let type_intra = intra.last().copied().unwrap_or(PathType::Sys);
     let type_inter = inter.last().copied().unwrap_or(PathType::Sys);
     TIERS.iter().find_map(|&speed| {
-        let knobs = Knobs {
-            speed,
-            type_intra,
-            type_inter,
-            cross_nic: true,
-            same: true,
-        };
+        let knobs = Knobs { speed, type_intra, type_inter, cross_nic: true, same: true };
         let (found, _) = p.lay(knobs, max, 4 * STEP_SAME);
         (!found.channels.is_empty()).then_some(found)
     })
@@ -850,23 +712,13 @@ fn graph_of(system: &System, template: &Graph, p: &Problem, found: &Found) -> Gr
         speed_inter: k.speed,
         type_intra: k.type_intra,
         type_inter: k.type_inter,
-        same_channels: found
-            .channels
-            .iter()
-            .all(|c| Some(&c.order) == found.channels.first().map(|f| &f.order)),
+        same_channels: found.channels.iter().all(|c| Some(&c.order) == found.channels.first().map(|f| &f.order)),
         ..template.clone()
     };
     for channel in &found.channels {
-        let ranks: Vec<i32> = channel
-            .order
-            .iter()
-            .filter_map(|u| p.units.get(*u))
-            .flatten()
-            .filter_map(rank)
-            .collect();
+        let ranks: Vec<i32> = channel.order.iter().filter_map(|u| p.units.get(*u)).flatten().filter_map(rank).collect();
         let net = |i: usize| p.nets.get(i).copied().unwrap_or(-1);
-        let nearest =
-            |rank: Option<&i32>| rank.and_then(|r| system.nearest_net(*r).ok()).unwrap_or(-1);
+        let nearest = |rank: Option<&i32>| rank.and_then(|r| system.nearest_net(*r).ok()).unwrap_or(-1);
         graph.inter.extend(match channel.ends {
             Some((a, b)) => [net(a), net(b)],
             None => [nearest(ranks.first()), nearest(ranks.last())],
@@ -882,19 +734,14 @@ fn graph_of(system: &System, template: &Graph, p: &Problem, found: &Found) -> Gr
 /// Splits fast channels by copying them: twice the channels, half the speed. The speed is divided by how many copies
 /// a channel got at most, so that no link carries more than before.
 pub(super) fn double(graph: &mut Graph) {
-    while graph.n_channels > 0
-        && graph.n_channels < graph.max_channels
-        && graph.speed_intra >= DOUBLING_SPEED
-    {
+    while graph.n_channels > 0 && graph.n_channels < graph.max_channels && graph.speed_intra >= DOUBLING_SPEED {
         let old = graph.n_channels;
         let new = (2 * old).min(graph.max_channels);
         let copies = new.div_ceil(old) as f32;
         for c in old..new {
             let row = graph.channel(c - old).to_vec();
             graph.intra.extend(row);
-            let ends: Vec<i32> = (0..2)
-                .filter_map(|e| graph.inter.get(2 * (c - old) + e).copied())
-                .collect();
+            let ends: Vec<i32> = (0..2).filter_map(|e| graph.inter.get(2 * (c - old) + e).copied()).collect();
             graph.inter.extend(ends);
         }
         graph.n_channels = new;

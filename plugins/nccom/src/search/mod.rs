@@ -98,9 +98,7 @@ impl Graph {
     /// Ranks of a channel in ring order; empty for a channel that does not exist.
     pub fn channel(&self, c: usize) -> &[i32] {
         let start = c.saturating_mul(self.local_ranks);
-        self.intra
-            .get(start..start.saturating_add(self.local_ranks))
-            .unwrap_or(&[])
+        self.intra.get(start..start.saturating_add(self.local_ranks)).unwrap_or(&[])
     }
 }
 
@@ -186,10 +184,7 @@ impl fmt::Display for SearchError {
                 f,
                 "a graph document is needed because {reason}, but none could be read: set NCCL_GRAPH_FILE to a readable file"
             ),
-            Self::NoRank => write!(
-                f,
-                "the system graph holds no rank of this node: run topology discovery first"
-            ),
+            Self::NoRank => write!(f, "the system graph holds no rank of this node: run topology discovery first"),
         }
     }
 }
@@ -225,22 +220,11 @@ pub fn compute(
     let template = Graph::template(ranks.len());
     let named = vars(GRAPH_FILE).is_some();
     if named || graph_file.is_some() || runtime_name != RUNTIME_NAME {
-        let reason = if named {
-            "NCCL_GRAPH_FILE is set"
-        } else {
-            "the runtime is not \"Neuron Runtime\""
-        };
+        let reason = if named { "NCCL_GRAPH_FILE is set" } else { "the runtime is not \"Neuron Runtime\"" };
         let text = graph_file.ok_or(SearchError::NoGraphFile { reason })?;
         if let Some(graph) = document::load(text, system, &template)? {
-            log.push(format!(
-                "Search {} : {} channels loaded from XML graph",
-                graph.id, graph.n_channels
-            ));
-            return Ok(Outcome {
-                graph,
-                origin: Origin::File,
-                log,
-            });
+            log.push(format!("Search {} : {} channels loaded from XML graph", graph.id, graph.n_channels));
+            return Ok(Outcome { graph, origin: Origin::File, log });
         }
     }
     let knob = crate::topo::flag(vars, USE_NEW_ALGORITHM);
@@ -250,11 +234,7 @@ pub fn compute(
     if (knob || system.facts.family.is_switch_v1())
         && let Some(graph) = fork::search(system, &template, &mut log)?
     {
-        return Ok(Outcome {
-            graph,
-            origin: Origin::Fork,
-            log,
-        });
+        return Ok(Outcome { graph, origin: Origin::Fork, log });
     }
     let (graph, origin) = inherited::search(system, &template, &mut log);
     Ok(Outcome { graph, origin, log })

@@ -22,16 +22,11 @@ fn knob(value: &'static str) -> impl Fn(&str) -> Option<String> {
 fn system(family: u32, devices: i32, vcore: u32, nics: i32, gpus: i32, nodes: i32) -> System {
     let m = TableMachine::server(family, devices, vcore, nics);
     let off = |n: &str| (n == crate::topo::verify::DISABLE_VERIFY).then(|| "1".to_string());
-    discover(&m, &m.ranks(gpus, nodes), 0, &off, None)
-        .unwrap()
-        .0
+    discover(&m, &m.ranks(gpus, nodes), 0, &off, None).unwrap().0
 }
 
 fn studied(text: &str, nodes: bool) -> System {
-    let facts = Facts {
-        multi_node: nodes,
-        ..Facts::default()
-    };
+    let facts = Facts { multi_node: nodes, ..Facts::default() };
     let mut s = System::from_document(text, facts, true).unwrap();
     s.prepare();
     s
@@ -66,15 +61,8 @@ fn check(system: &System, outcome: &Outcome) {
     }
     if g.local_ranks > 1 {
         for n in system.bucket(NodeType::Gpu) {
-            let cut: f32 = system.nodes[*n]
-                .links
-                .iter()
-                .map(|l| system.links[*l].width)
-                .sum();
-            assert!(
-                g.n_channels as f32 * g.speed_intra <= cut * 1.0001,
-                "{g}: cut {cut}"
-            );
+            let cut: f32 = system.nodes[*n].links.iter().map(|l| system.links[*l].width).sum();
+            assert!(g.n_channels as f32 * g.speed_intra <= cut * 1.0001, "{g}: cut {cut}");
         }
     }
 }
@@ -89,17 +77,7 @@ fn search(system: &System, vars: &dyn Fn(&str) -> Option<String>) -> Outcome {
 #[test]
 fn one_ring_graph_and_no_choice_of_algorithm() {
     let t = Graph::template(8);
-    assert_eq!(
-        (
-            t.id,
-            t.pattern,
-            t.cross_nic,
-            t.coll_net,
-            t.min_channels,
-            t.max_channels
-        ),
-        (0, 4, 2, 0, 1, 16)
-    );
+    assert_eq!((t.id, t.pattern, t.cross_nic, t.coll_net, t.min_channels, t.max_channels), (0, 4, 2, 0, 1, 16));
     let s = system(5, 16, 2, 16, 64, 2);
     let asked = RefCell::new(BTreeSet::new());
     let vars = |n: &str| {
@@ -114,10 +92,7 @@ fn one_ring_graph_and_no_choice_of_algorithm() {
     assert!(asked.borrow().is_subset(&known), "{:?}", asked.borrow());
     let choosing = |n: &str| match n {
         "NCCL_ALGO" | "NCCL_PROTO" => Some("Tree".to_string()),
-        "NCCL_NTHREADS"
-        | "NCCL_THREAD_THRESHOLDS"
-        | "NCCL_TREE_THRESHOLD"
-        | "NCCL_COLLNET_ENABLE" => Some("1".into()),
+        "NCCL_NTHREADS" | "NCCL_THREAD_THRESHOLDS" | "NCCL_TREE_THRESHOLD" | "NCCL_COLLNET_ENABLE" => Some("1".into()),
         _ => None,
     };
     assert!(search(&s, &choosing).graph == plain);
@@ -155,11 +130,7 @@ fn a_torus_is_filled_over_the_fabric_alone() {
     assert!(g.n_channels > 1 && g.speed_intra < DOUBLING_SPEED, "{g}");
     let s = system(5, 16, 2, 16, 64, 2);
     let g = search(&s, &unset).graph;
-    assert_eq!(
-        (g.type_intra, g.type_inter),
-        (PathType::Nvl, PathType::Pix),
-        "{g}"
-    );
+    assert_eq!((g.type_intra, g.type_inter), (PathType::Nvl, PathType::Pix), "{g}");
     let used: BTreeSet<i32> = g.inter.iter().copied().collect();
     assert_eq!(used.len(), 16, "every NIC works: {:?}", g.inter);
 }
@@ -172,11 +143,7 @@ fn published_machines_get_rings() {
         assert_eq!(outcome.origin, Origin::Inherited);
     }
     let g = search(&studied(RING4, false), &unset).graph;
-    assert_eq!(
-        g.type_intra,
-        PathType::Nvl,
-        "four devices wired as a ring need nothing else"
-    );
+    assert_eq!(g.type_intra, PathType::Nvl, "four devices wired as a ring need nothing else");
     let pcie = studied(PCIE8, false);
     let g = search(&pcie, &unset).graph;
     assert!(TIERS.contains(&g.speed_intra), "{g}");
@@ -205,21 +172,8 @@ fn nothing_found_is_simple_order() {
     let outcome = compute(&s, &unset, None, RUNTIME_NAME).unwrap();
     assert_eq!(outcome.origin, Origin::Fallback);
     assert_eq!(outcome.graph.intra, vec![0, 1]);
-    assert_eq!(
-        (
-            outcome.graph.type_intra as i32,
-            outcome.graph.type_inter as i32
-        ),
-        (6, 6)
-    );
-    assert!(
-        outcome
-            .log
-            .iter()
-            .any(|l| l.ends_with("falling back to simple order")),
-        "{:?}",
-        outcome.log
-    );
+    assert_eq!((outcome.graph.type_intra as i32, outcome.graph.type_inter as i32), (6, 6));
+    assert!(outcome.log.iter().any(|l| l.ends_with("falling back to simple order")), "{:?}", outcome.log);
 }
 
 /// Proves INV-45.
@@ -227,26 +181,14 @@ fn nothing_found_is_simple_order() {
 fn the_new_algorithm_is_off_but_for_switch_v1() {
     for family in [2, 5, 14] {
         let s = system(family, 16, if family == 2 { 1 } else { 2 }, 8, 32, 1);
-        assert_eq!(
-            search(&s, &unset).origin,
-            Origin::Inherited,
-            "family {family}"
-        );
-        assert_eq!(
-            search(&s, &knob("0")).origin,
-            Origin::Inherited,
-            "family {family}"
-        );
+        assert_eq!(search(&s, &unset).origin, Origin::Inherited, "family {family}");
+        assert_eq!(search(&s, &knob("0")).origin, Origin::Inherited, "family {family}");
         let on = search(&s, &knob("1"));
         assert_eq!(on.origin, Origin::Fork, "family {family}");
         assert!(on.log.iter().any(|l| l.contains("set by environment")));
     }
     let s = system(15, 16, 2, 16, 64, 1);
-    for vars in [
-        &unset as &dyn Fn(&str) -> Option<String>,
-        &knob("0"),
-        &knob("1"),
-    ] {
+    for vars in [&unset as &dyn Fn(&str) -> Option<String>, &knob("0"), &knob("1")] {
         assert_eq!(search(&s, vars).origin, Origin::Fork);
     }
     // Where the fork search has no ring, the inherited one fills the template.
@@ -271,56 +213,26 @@ fn a_graph_file_in_the_inherited_schema_is_accepted() {
     assert_eq!(loaded.origin, Origin::File);
     assert_eq!(loaded.graph.intra, found.intra);
     assert_eq!(loaded.graph.inter, found.inter);
-    assert_eq!(
-        (loaded.graph.speed_intra, loaded.graph.type_inter),
-        (found.speed_intra, found.type_inter)
-    );
-    assert_eq!(
-        loaded.log,
-        [format!(
-            "Search 0 : {} channels loaded from XML graph",
-            found.n_channels
-        )]
-    );
+    assert_eq!((loaded.graph.speed_intra, loaded.graph.type_inter), (found.speed_intra, found.type_inter));
+    assert_eq!(loaded.log, [format!("Search 0 : {} channels loaded from XML graph", found.n_channels)]);
     // As upstream writes it, by hand.
     let four = studied(RING4, true);
     let hand = r#"<graphs version="1"><graph id="0" pattern="4" crossnic="0" nchannels="1" speedintra="24"
         speedinter="10" typeintra="NVL" typeinter="PIX" samechannels="1"><channel><net dev="0"/>
         <gpu dev="2"/><gpu dev="0"/><gpu dev="1"/><gpu dev="3"/><net dev="0"/></channel></graph></graphs>"#;
-    let g = compute(&four, &unset, Some(hand), RUNTIME_NAME)
-        .unwrap()
-        .graph;
-    assert_eq!(
-        (g.n_channels, &g.intra[..], &g.inter[..]),
-        (1, &[2, 0, 1, 3][..], &[0, 0][..])
-    );
+    let g = compute(&four, &unset, Some(hand), RUNTIME_NAME).unwrap().graph;
+    assert_eq!((g.n_channels, &g.intra[..], &g.inter[..]), (1, &[2, 0, 1, 3][..], &[0, 0][..]));
     // Another version is refused with the original's text.
     let other = rewritten(hand, |r| r.set("version", 7));
     let error = compute(&four, &unset, Some(&other), RUNTIME_NAME).unwrap_err();
     assert_eq!(error.to_string(), "XML Graph has wrong version 7, 1 needed");
     // A document without this graph leaves the search to find one.
     let absent = rewritten(hand, |r| r.children[0].set("id", 3));
-    assert_eq!(
-        compute(&four, &unset, Some(&absent), RUNTIME_NAME)
-            .unwrap()
-            .origin,
-        Origin::Inherited
-    );
+    assert_eq!(compute(&four, &unset, Some(&absent), RUNTIME_NAME).unwrap().origin, Origin::Inherited);
     // Not searched, but loaded: another runtime, or a file that could not be read.
-    assert_eq!(
-        compute(&four, &unset, Some(hand), "Other Runtime")
-            .unwrap()
-            .origin,
-        Origin::File
-    );
-    assert!(matches!(
-        compute(&four, &unset, None, "Other Runtime"),
-        Err(SearchError::NoGraphFile { .. })
-    ));
-    assert!(matches!(
-        compute(&four, &named, None, RUNTIME_NAME),
-        Err(SearchError::NoGraphFile { .. })
-    ));
+    assert_eq!(compute(&four, &unset, Some(hand), "Other Runtime").unwrap().origin, Origin::File);
+    assert!(matches!(compute(&four, &unset, None, "Other Runtime"), Err(SearchError::NoGraphFile { .. })));
+    assert!(matches!(compute(&four, &named, None, RUNTIME_NAME), Err(SearchError::NoGraphFile { .. })));
 }
 
 #[test]
@@ -333,32 +245,19 @@ fn graph_files_that_do_not_fit_are_refused() {
         ("pattern", |r| r.children[0].set("pattern", 1)),
         ("typeintra", |r| r.children[0].set("typeintra", "FAR")),
         ("speedinter", |r| r.children[0].set("speedinter", "NaN")),
-        ("nchannels", |r| {
-            r.children[0].attributes.retain(|a| a.0 != "nchannels")
-        }),
+        ("nchannels", |r| r.children[0].attributes.retain(|a| a.0 != "nchannels")),
         ("states", |r| r.children[0].set("nchannels", 99)),
-        ("gpu 77", |r| {
-            r.children[0].children[0].children[1].set("dev", 77)
-        }),
+        ("gpu 77", |r| r.children[0].children[0].children[1].set("dev", 77)),
         ("twice", |r| {
-            let dev = r.children[0].children[0].children[1]
-                .get("dev")
-                .unwrap()
-                .to_string();
+            let dev = r.children[0].children[0].children[1].get("dev").unwrap().to_string();
             r.children[0].children[0].children[2].set("dev", dev);
         }),
-        ("expected", |r| {
-            drop(r.children[0].children[0].children.remove(1))
-        }),
-        ("net", |r| {
-            drop(r.children[0].children[0].children.remove(0))
-        }),
+        ("expected", |r| drop(r.children[0].children[0].children.remove(1))),
+        ("net", |r| drop(r.children[0].children[0].children.remove(0))),
     ];
     for (word, change) in cases {
         let bad = rewritten(&text, change);
-        let error = compute(&s, &unset, Some(&bad), RUNTIME_NAME)
-            .unwrap_err()
-            .to_string();
+        let error = compute(&s, &unset, Some(&bad), RUNTIME_NAME).unwrap_err().to_string();
         assert!(error.contains(word), "{word}: {error}");
     }
 }
@@ -375,11 +274,7 @@ fn the_network_device_of_a_channel() {
         for rank in 0..8 {
             let head = [3, 0][channel % 2];
             let expected = [[10, 11], [12, 13]][channel % 2][usize::from(rank != head)];
-            assert_eq!(
-                net_dev(&s, rank, Some(&g), channel),
-                Ok(expected),
-                "rank {rank}, channel {channel}"
-            );
+            assert_eq!(net_dev(&s, rank, Some(&g), channel), Ok(expected), "rank {rank}, channel {channel}");
         }
     }
     for rank in 0..8 {
@@ -394,23 +289,14 @@ fn p2p_channels_follow_the_fast_paths() {
     // 20 GB/s a link, divisor 18 for tag 64: 2 × max(1, 18/18) = 2.
     let p = of(RING4, 12);
     assert_eq!((p.channels, p.per_peer), (16, 2));
-    assert_eq!(
-        p.order,
-        vec![0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15]
-    );
+    assert_eq!(p.order, vec![0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15]);
     // No fast path: as many as there are.
     assert_eq!((of(PCIE8, 3).channels, of(PCIE8, 3).per_peer), (4, 4));
     assert_eq!((of(PCIE8, 0).channels, of(PCIE8, 0).per_peer), (1, 1));
     assert_eq!(of(RING4, MAX_CHANNELS + 1).channels, MAX_CHANNELS);
     // Neuron tags fall in the last arm: floor(160 / 21) = 7, times 2.
     let neuron = system(5, 16, 2, 0, 64, 1);
-    assert_eq!(
-        (
-            p2p_channels(&neuron, 32).channels,
-            p2p_channels(&neuron, 32).per_peer
-        ),
-        (32, 16)
-    );
+    assert_eq!((p2p_channels(&neuron, 32).channels, p2p_channels(&neuron, 32).per_peer), (32, 16));
 }
 
 #[test]
@@ -429,22 +315,13 @@ fn a_graph_prints_as_the_original_does() {
 
 fn reversed(e: &Element) -> Element {
     let children = e.children.iter().rev().map(reversed).collect();
-    Element {
-        name: e.name.clone(),
-        attributes: e.attributes.clone(),
-        children,
-    }
+    Element { name: e.name.clone(), attributes: e.attributes.clone(), children }
 }
 
 /// Writes ranked gpus under the accelerators of a document that has none (AWS's).
 fn give_ranks(e: &mut Element, rank: &mut i32) {
     if e.get("class").is_some_and(|c| c.starts_with("0x0302")) && e.children.is_empty() {
-        e.children.push(
-            Element::new("gpu")
-                .with("dev", *rank)
-                .with("sm", 80)
-                .with("rank", *rank),
-        );
+        e.children.push(Element::new("gpu").with("dev", *rank).with("sm", 80).with("rank", *rank));
         *rank += 1;
     }
     e.children.iter_mut().for_each(|c| give_ranks(c, rank));
@@ -454,8 +331,7 @@ fn give_ranks(e: &mut Element, rank: &mut i32) {
 #[test]
 #[ignore = "needs WCCL_TOPOLOGIES, a directory of topology documents"]
 fn every_document_of_a_collection_gets_rings() {
-    let root = std::env::var("WCCL_TOPOLOGIES")
-        .expect("WCCL_TOPOLOGIES names a directory of topology documents");
+    let root = std::env::var("WCCL_TOPOLOGIES").expect("WCCL_TOPOLOGIES names a directory of topology documents");
     let mut pending = vec![std::path::PathBuf::from(root)];
     let mut seen = 0;
     while let Some(path) = pending.pop() {
@@ -468,44 +344,24 @@ fn every_document_of_a_collection_gets_rings() {
         }
         let text = std::fs::read_to_string(&path).unwrap();
         let mut document = xml::read(&text).unwrap();
-        assert_eq!(
-            xml::read(&xml::write(&document)).unwrap(),
-            document,
-            "{path:?}"
-        );
+        assert_eq!(xml::read(&xml::write(&document)).unwrap(), document, "{path:?}");
         let version: i64 = document.get("version").unwrap().parse().unwrap();
         let strict = System::from_element(&document, Facts::default(), false);
         match version {
             1 => assert!(strict.is_ok(), "{path:?}"),
-            _ => assert_eq!(
-                strict.unwrap_err(),
-                crate::topo::TopoError::Version {
-                    found: version,
-                    needed: 1
-                }
-            ),
+            _ => assert_eq!(strict.unwrap_err(), crate::topo::TopoError::Version { found: version, needed: 1 }),
         }
         give_ranks(&mut document, &mut 0);
         for multi_node in [false, true] {
-            let facts = Facts {
-                multi_node,
-                ..Facts::default()
-            };
+            let facts = Facts { multi_node, ..Facts::default() };
             let mut s = System::from_element(&document, facts.clone(), true).unwrap();
             s.prepare();
             let outcome = search(&s, &unset);
             let mut mirrored = System::from_element(&reversed(&document), facts, true).unwrap();
             mirrored.prepare();
-            assert!(
-                mirrored == s && search(&mirrored, &unset) == outcome,
-                "{path:?}: child order matters"
-            );
+            assert!(mirrored == s && search(&mirrored, &unset) == outcome, "{path:?}: child order matters");
             assert_ne!(outcome.origin, Origin::Fallback, "{path:?}");
-            println!(
-                "{:24} across {multi_node:5} {}",
-                path.file_name().unwrap().to_string_lossy(),
-                outcome.graph
-            );
+            println!("{:24} across {multi_node:5} {}", path.file_name().unwrap().to_string_lossy(), outcome.graph);
         }
         seen += 1;
     }

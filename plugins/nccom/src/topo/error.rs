@@ -120,74 +120,45 @@ impl fmt::Display for TopoError {
                 "XML Topology has wrong version {found}, {needed} needed: convert the document, or read version 2 on purpose"
             ),
             Self::WrongRoot { found } => {
-                write!(
-                    f,
-                    "the topology document starts with <{found}> where <system> was expected"
-                )
+                write!(f, "the topology document starts with <{found}> where <system> was expected")
             }
             Self::MissingAttribute { node, attribute } => write!(
                 f,
                 "{node} of the topology document has no attribute '{attribute}', which the schema requires: add it"
             ),
-            Self::BadAttribute {
-                node,
-                attribute,
-                value,
-                expected,
-            } => write!(
-                f,
-                "{node} of the topology document has {attribute}='{value}' where {expected} was expected"
-            ),
-            Self::Duplicate { what } => {
-                write!(
-                    f,
-                    "the topology names {what} twice; every device must be named once"
-                )
+            Self::BadAttribute { node, attribute, value, expected } => {
+                write!(f, "{node} of the topology document has {attribute}='{value}' where {expected} was expected")
             }
-            Self::NoCpu => write!(
-                f,
-                "the topology has no <cpu> element, so nothing connects its devices: add one per NUMA node"
-            ),
-            Self::RankWithoutDevice { rank } => write!(
-                f,
-                "rank {rank} has no accelerator in the topology: its PCI address is on no <pci> element"
-            ),
+            Self::Duplicate { what } => {
+                write!(f, "the topology names {what} twice; every device must be named once")
+            }
+            Self::NoCpu => {
+                write!(f, "the topology has no <cpu> element, so nothing connects its devices: add one per NUMA node")
+            }
+            Self::RankWithoutDevice { rank } => {
+                write!(f, "rank {rank} has no accelerator in the topology: its PCI address is on no <pci> element")
+            }
             Self::NoLocalRank { rank } => write!(
                 f,
                 "rank {rank} is not among the ranks given for topology discovery: pass every rank of the communicator"
             ),
             Self::TooMany { what, found, limit } => {
-                write!(
-                    f,
-                    "the topology has {found} {what}, at most {limit} are supported"
-                )
+                write!(f, "the topology has {found} {what}, at most {limit} are supported")
             }
             Self::MissingDevices { first, last } => write!(
                 f,
                 "Unsupported topology. Devices with IDs {first} and {last} are part of topology but devices with those IDs are missing"
             ),
-            Self::DeviceCount { found } => write!(
-                f,
-                "Unsupported topology. Communicator expects 1, 4, 8, or 16 local devices but got {found}"
-            ),
-            Self::BadVariable {
-                name,
-                value,
-                expected,
-            } => {
-                write!(
-                    f,
-                    "{name}='{value}' cannot be used: {expected} was expected"
-                )
+            Self::DeviceCount { found } => {
+                write!(f, "Unsupported topology. Communicator expects 1, 4, 8, or 16 local devices but got {found}")
             }
-            Self::UnknownRank { rank } => write!(
-                f,
-                "rank {rank} is not in the system graph of this node: only local ranks can be asked for"
-            ),
-            Self::NoNet => write!(
-                f,
-                "the system has no network device: the net plug-in offers none on this node"
-            ),
+            Self::BadVariable { name, value, expected } => {
+                write!(f, "{name}='{value}' cannot be used: {expected} was expected")
+            }
+            Self::UnknownRank { rank } => {
+                write!(f, "rank {rank} is not in the system graph of this node: only local ranks can be asked for")
+            }
+            Self::NoNet => write!(f, "the system has no network device: the net plug-in offers none on this node"),
             Self::Machine(e) => write!(f, "topology discovery stopped: {e}"),
         }
     }

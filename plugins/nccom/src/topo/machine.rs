@@ -80,20 +80,14 @@ impl Bdf {
             domain: hex(domain)?,
             bus: hex(bus).filter(|b| *b <= 0xff)?,
             slot: hex(slot).and_then(|s| u8::try_from(s).ok())?,
-            func: hex(func)
-                .filter(|f| *f <= 0xf)
-                .and_then(|f| u8::try_from(f).ok())?,
+            func: hex(func).filter(|f| *f <= 0xf).and_then(|f| u8::try_from(f).ok())?,
         })
     }
 }
 
 impl fmt::Display for Bdf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:04x}:{:02x}:{:02x}.{:x}",
-            self.domain, self.bus, self.slot, self.func
-        )
+        write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.slot, self.func)
     }
 }
 
@@ -137,11 +131,7 @@ pub trait Machine {
     fn virtual_core_size(&self) -> Result<u32, MachineError>;
     /// Physical cores of an accelerator: 2 on sunda, 8 on cayman and mariana (reverse-abi 7).
     fn cores_per_device(&self) -> Result<u32, MachineError> {
-        Ok(if self.family()?.generation() == 2 {
-            2
-        } else {
-            8
-        })
+        Ok(if self.family()?.generation() == 2 { 2 } else { 8 })
     }
     /// `nec_get_device_count`: indices of the accelerators the server has.
     fn devices(&self) -> Result<Vec<i32>, MachineError>;
@@ -185,11 +175,7 @@ pub struct RankInfo {
 impl RankInfo {
     /// Accelerator of a logical core: `core × vcore size / cores per device` (transports 3.1). None if a size is 0 or
     /// the index negative.
-    pub fn accelerator_of(
-        neuron_dev: i32,
-        virtual_core_size: u32,
-        cores_per_device: u32,
-    ) -> Option<i32> {
+    pub fn accelerator_of(neuron_dev: i32, virtual_core_size: u32, cores_per_device: u32) -> Option<i32> {
         let core = u64::try_from(neuron_dev).ok()? * u64::from(virtual_core_size);
         i32::try_from(core.checked_div(u64::from(cores_per_device))?).ok()
     }
@@ -205,10 +191,7 @@ impl CpuMask {
         let mut mask = Self::default();
         for part in text.trim().split(',').filter(|p| !p.trim().is_empty()) {
             let (low, high) = match part.split_once('-') {
-                Some((a, b)) => (
-                    a.trim().parse::<usize>().ok()?,
-                    b.trim().parse::<usize>().ok()?,
-                ),
+                Some((a, b)) => (a.trim().parse::<usize>().ok()?, b.trim().parse::<usize>().ok()?),
                 None => {
                     let one = part.trim().parse::<usize>().ok()?;
                     (one, one)
@@ -250,11 +233,7 @@ impl CpuMask {
 
 impl fmt::Display for CpuMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let words: Vec<u32> = self
-            .0
-            .iter()
-            .flat_map(|w| [*w as u32, (*w >> 32) as u32])
-            .collect();
+        let words: Vec<u32> = self.0.iter().flat_map(|w| [*w as u32, (*w >> 32) as u32]).collect();
         let top = words.iter().rposition(|w| *w != 0).unwrap_or(0);
         for (i, word) in words[..=top].iter().enumerate().rev() {
             write!(f, "{word:08x}{}", if i == 0 { "" } else { "," })?;
@@ -398,26 +377,12 @@ impl TableMachine {
                 (m, peers)
             })
             .collect();
-        let numa = vec![
-            NumaNode {
-                id: 0,
-                cpus: "0-7".to_string(),
-            },
-            NumaNode {
-                id: 1,
-                cpus: "8-15".to_string(),
-            },
-        ];
+        let numa = vec![NumaNode { id: 0, cpus: "0-7".to_string() }, NumaNode { id: 1, cpus: "8-15".to_string() }];
         let nics = (0..nics)
             .map(|i| Nic {
                 dev: i,
                 name: format!("rdmap{i}"),
-                bdf: Bdf {
-                    domain: 0,
-                    bus: 0xc0 + i as u32,
-                    slot: 0x1d,
-                    func: 0,
-                },
+                bdf: Bdf { domain: 0, bus: 0xc0 + i as u32, slot: 0x1d, func: 0 },
                 numa: u32::from(i >= (nics + 1) / 2),
                 speed: 100_000,
                 port: 1,
@@ -426,14 +391,7 @@ impl TableMachine {
                 gdr: true,
             })
             .collect();
-        Self {
-            family,
-            vcore,
-            ports,
-            bdfs: BTreeMap::new(),
-            numa,
-            nics,
-        }
+        Self { family, vcore, ports, bdfs: BTreeMap::new(), numa, nics }
     }
 
     /// Logical cores of one accelerator.
@@ -474,17 +432,9 @@ impl Machine for TableMachine {
     }
     fn bdf(&self, mla: i32) -> Result<Bdf, MachineError> {
         if !self.ports.contains_key(&mla) {
-            return Err(MachineError {
-                call: "nec_get_device_pci_bdf",
-                detail: format!("no device {mla}"),
-            });
+            return Err(MachineError { call: "nec_get_device_pci_bdf", detail: format!("no device {mla}") });
         }
-        let made_up = Bdf {
-            domain: 0,
-            bus: 0x10 + mla as u32,
-            slot: 0x1e,
-            func: 0,
-        };
+        let made_up = Bdf { domain: 0, bus: 0x10 + mla as u32, slot: 0x1e, func: 0 };
         Ok(self.bdfs.get(&mla).copied().unwrap_or(made_up))
     }
     fn mla_available(&self, mla: i32) -> bool {
@@ -518,28 +468,15 @@ mod tests {
         let mask = CpuMask::from_list("0-3,8, 70").unwrap();
         assert_eq!(mask.to_string(), "00000040,00000000,0000010f");
         assert_eq!(CpuMask::from_hex(&mask.to_string()), Some(mask));
-        assert_eq!(
-            CpuMask::from_hex("0003ff,f0003fff").map(|m| m.0[0]),
-            Some(0x3ff_f000_3fff)
-        );
+        assert_eq!(CpuMask::from_hex("0003ff,f0003fff").map(|m| m.0[0]), Some(0x3ff_f000_3fff));
         for bad in ["4-2", "1024", "x", "1-"] {
             assert_eq!(CpuMask::from_list(bad), None, "{bad}");
         }
         assert_eq!(CpuMask::from_hex("123456789"), None);
         let bdf = Bdf::parse("0000:10:1c.0").unwrap();
         assert_eq!(bdf.to_string(), "0000:10:1c.0");
-        assert_eq!(
-            Bdf::parse("FFFF:ff:01.0").unwrap().to_string(),
-            "ffff:ff:01.0"
-        );
-        for bad in [
-            "",
-            "0:0:0",
-            "0000:100:00.0",
-            "g:0:0.0",
-            "+1:0:0.0",
-            "0:0:fff.0",
-        ] {
+        assert_eq!(Bdf::parse("FFFF:ff:01.0").unwrap().to_string(), "ffff:ff:01.0");
+        for bad in ["", "0:0:0", "0000:100:00.0", "g:0:0.0", "+1:0:0.0", "0:0:fff.0"] {
             assert_eq!(Bdf::parse(bad), None, "{bad}");
         }
     }
@@ -558,16 +495,11 @@ mod tests {
         let yes = |_: &RankInfo, _: &RankInfo| true;
         let trn2 = TableMachine::server(5, 16, 2, 0);
         let r = trn2.ranks(64, 2);
-        let reach = |m: &TableMachine, a: &RankInfo, b: &RankInfo| {
-            device_can_access_peer(m, a, b, &no).unwrap()
-        };
+        let reach = |m: &TableMachine, a: &RankInfo, b: &RankInfo| device_can_access_peer(m, a, b, &no).unwrap();
         assert!(reach(&trn2, &r[0], &r[3]), "same accelerator");
         assert!(reach(&trn2, &r[0], &r[4 * 12]), "torus neighbour");
         assert!(!reach(&trn2, &r[0], &r[4 * 5]), "no neighbour");
-        assert!(
-            !reach(&trn2, &r[0], &r[64]),
-            "other server, same device number"
-        );
+        assert!(!reach(&trn2, &r[0], &r[64]), "other server, same device number");
         let trn1 = TableMachine::server(2, 16, 1, 0);
         let r = trn1.ranks(32, 2);
         assert!(reach(&trn1, &r[0], &r[11]));

@@ -20,25 +20,13 @@ fn find_pci(root: &mut Element, bdf: Bdf) -> Option<&mut Element> {
 }
 
 /// The `<pci>` of an address; if the document has none, a new one under the CPU of its NUMA node, or the first CPU.
-fn pci_at<'a>(
-    system: &'a mut Element,
-    bdf: Bdf,
-    numa: u32,
-    class: &str,
-) -> Result<&'a mut Element, TopoError> {
+fn pci_at<'a>(system: &'a mut Element, bdf: Bdf, numa: u32, class: &str) -> Result<&'a mut Element, TopoError> {
     if find_pci(system, bdf).is_none() {
         let numa = numa.to_string();
-        let of_numa = system
-            .children
-            .iter()
-            .position(|c| c.name == "cpu" && c.get("numaid") == Some(numa.as_str()));
+        let of_numa = system.children.iter().position(|c| c.name == "cpu" && c.get("numaid") == Some(numa.as_str()));
         let first = system.children.iter().position(|c| c.name == "cpu");
-        let cpu = of_numa
-            .or(first)
-            .and_then(|i| system.children.get_mut(i))
-            .ok_or(TopoError::NoCpu)?;
-        cpu.children
-            .push(Element::new("pci").with("busid", bdf).with("class", class));
+        let cpu = of_numa.or(first).and_then(|i| system.children.get_mut(i)).ok_or(TopoError::NoCpu)?;
+        cpu.children.push(Element::new("pci").with("busid", bdf).with("class", class));
     }
     find_pci(system, bdf).ok_or(TopoError::NoCpu)
 }
@@ -51,11 +39,7 @@ fn for_each(root: &mut Element, f: &mut dyn FnMut(&mut Element)) {
 }
 
 /// Writes the local ranks into the document. A gpu of the document that is no local rank's loses its rank.
-pub fn put_ranks(
-    system: &mut Element,
-    machine: &dyn Machine,
-    local: &[&RankInfo],
-) -> Result<(), TopoError> {
+pub fn put_ranks(system: &mut Element, machine: &dyn Machine, local: &[&RankInfo]) -> Result<(), TopoError> {
     for_each(system, &mut |e| {
         // Not removed: the attribute keeps its place, so that a dump read back is dumped the same.
         if e.name == "gpu" && e.get("rank").is_some() {
@@ -69,10 +53,7 @@ pub fn put_ranks(
         let several = ranks.len() > 1;
         for rank in ranks {
             let dev = rank.neuron_dev.to_string();
-            let by_dev = pci
-                .children
-                .iter()
-                .position(|c| c.name == "gpu" && c.get("dev") == Some(dev.as_str()));
+            let by_dev = pci.children.iter().position(|c| c.name == "gpu" && c.get("dev") == Some(dev.as_str()));
             // A lone gpu is this accelerator whatever number the document gave it.
             let lone = (!several && pci.children_named("gpu").count() == 1)
                 .then(|| pci.children.iter().position(|c| c.name == "gpu"))
@@ -114,8 +95,7 @@ pub fn put_nets(system: &mut Element, nics: &[Nic]) -> Result<(), TopoError> {
 
 /// Whether a `<gpu>` is some rank's.
 pub(super) fn has_rank(gpu: &Element) -> bool {
-    gpu.get("rank")
-        .is_some_and(|r| !r.trim_start().starts_with('-'))
+    gpu.get("rank").is_some_and(|r| !r.trim_start().starts_with('-'))
 }
 
 /// Drops what leads to no rank and to no network device.

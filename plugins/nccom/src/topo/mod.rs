@@ -23,8 +23,7 @@ pub use error::{MachineError, TopoError};
 #[cfg(test)]
 pub(crate) use machine::TableMachine;
 pub use machine::{
-    Accelerator, Bdf, CpuMask, Facts, Family, Machine, Nic, NumaNode, P2pPolicy, RankInfo,
-    device_can_access_peer,
+    Accelerator, Bdf, CpuMask, Facts, Family, Machine, Nic, NumaNode, P2pPolicy, RankInfo, device_can_access_peer,
 };
 pub use paths::{P2pCheck, Path, PathInfo};
 pub use system::{Gpu, Net, NodeType, PathType, System};
@@ -47,29 +46,17 @@ pub fn discover(
     vars: &dyn Fn(&str) -> Option<String>,
     topo_file: Option<&str>,
 ) -> Result<(System, String), TopoError> {
-    let me = ranks
-        .iter()
-        .find(|r| r.rank == my_rank)
-        .ok_or(TopoError::NoLocalRank { rank: my_rank })?;
-    let mut local: Vec<&RankInfo> = ranks
-        .iter()
-        .filter(|r| r.host_hash == me.host_hash)
-        .collect();
+    let me = ranks.iter().find(|r| r.rank == my_rank).ok_or(TopoError::NoLocalRank { rank: my_rank })?;
+    let mut local: Vec<&RankInfo> = ranks.iter().filter(|r| r.host_hash == me.host_hash).collect();
     local.sort_by_key(|r| r.rank);
     if local.len() > limits::MAX_LOCAL_RANKS {
-        return Err(TopoError::TooMany {
-            what: "local ranks",
-            found: local.len(),
-            limit: limits::MAX_LOCAL_RANKS,
-        });
+        return Err(TopoError::TooMany { what: "local ranks", found: local.len(), limit: limits::MAX_LOCAL_RANKS });
     }
     for (i, rank) in local.iter().enumerate() {
         let same = |r: &&RankInfo| r.neuron_dev == rank.neuron_dev || r.rank == rank.rank;
         if let Some(twin) = local[..i].iter().copied().find(same) {
             let (a, b, dev) = (twin.rank, rank.rank, rank.neuron_dev);
-            return Err(TopoError::Duplicate {
-                what: format!("device {dev} (ranks {a} and {b})"),
-            });
+            return Err(TopoError::Duplicate { what: format!("device {dev} (ranks {a} and {b})") });
         }
     }
     let p2p = P2pPolicy::from_vars(vars)?;
@@ -87,11 +74,7 @@ pub fn discover(
     let mut accelerators = Vec::new();
     for mla in machine.devices()? {
         if machine.mla_available(mla) {
-            accelerators.push(Accelerator {
-                mla,
-                rid: machine.mla_to_rid(mla)?,
-                numa: machine.device_numa(mla),
-            });
+            accelerators.push(Accelerator { mla, rid: machine.mla_to_rid(mla)?, numa: machine.device_numa(mla) });
         }
     }
     let facts = Facts {

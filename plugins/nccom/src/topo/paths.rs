@@ -68,18 +68,10 @@ impl System {
     /// Type, width and hops of a path, without its links.
     pub fn path_info(&self, from: usize, to: usize) -> Option<PathInfo> {
         if let Some(path) = self.paths.through_cpu.get(&(from, to)) {
-            return Some(PathInfo {
-                kind: path.kind,
-                width: path.width,
-                hops: path.links.len(),
-            });
+            return Some(PathInfo { kind: path.kind, width: path.width, hops: path.links.len() });
         }
         let step = self.step(from, to)?;
-        Some(PathInfo {
-            kind: step.kind,
-            width: step.width,
-            hops: usize::from(step.hops),
-        })
+        Some(PathInfo { kind: step.kind, width: step.width, hops: usize::from(step.hops) })
     }
 
     fn step(&self, from: usize, to: usize) -> Option<Step> {
@@ -97,22 +89,13 @@ impl System {
             at = self.links.get(step.link)?.from;
         }
         links.reverse();
-        Some(Path {
-            links,
-            kind: end.kind,
-            width: end.width,
-        })
+        Some(Path { links, kind: end.kind, width: end.width })
     }
 
     /// Computes all paths (topology-and-rings 2.2).
     pub fn compute_paths(&mut self) {
-        let trees = (0..self.nodes.len())
-            .map(|source| self.tree(source))
-            .collect();
-        self.paths = Paths {
-            trees,
-            through_cpu: BTreeMap::new(),
-        };
+        let trees = (0..self.nodes.len()).map(|source| self.tree(source)).collect();
+        self.paths = Paths { trees, through_cpu: BTreeMap::new() };
         let mut through = BTreeMap::new();
         let gpus = self.bucket(NodeType::Gpu).to_vec();
         for &a in &gpus {
@@ -122,8 +105,7 @@ impl System {
                 }
             }
             for &net in self.bucket(NodeType::Net) {
-                let direct =
-                    self.gpu(a).is_some_and(|g| g.gdr) && self.net(net).is_some_and(|n| n.gdr);
+                let direct = self.gpu(a).is_some_and(|g| g.gdr) && self.net(net).is_some_and(|n| n.gdr);
                 if !direct {
                     self.lead_through_cpu(a, net, &mut through);
                     self.lead_through_cpu(net, a, &mut through);
@@ -133,19 +115,9 @@ impl System {
         self.paths.through_cpu = through;
     }
 
-    fn lead_through_cpu(
-        &self,
-        from: usize,
-        to: usize,
-        through: &mut BTreeMap<(usize, usize), Path>,
-    ) {
+    fn lead_through_cpu(&self, from: usize, to: usize, through: &mut BTreeMap<(usize, usize), Path>) {
         let crosses_cpu = self.direct_path(from, to).is_some_and(|p| {
-            let kind = |l: &usize| {
-                self.links
-                    .get(*l)
-                    .and_then(|l| self.nodes.get(l.to))
-                    .map(|n| n.kind())
-            };
+            let kind = |l: &usize| self.links.get(*l).and_then(|l| self.nodes.get(l.to)).map(|n| n.kind());
             p.links.iter().any(|l| kind(l) == Some(NodeType::Cpu))
         });
         if crosses_cpu {
@@ -155,9 +127,7 @@ impl System {
         let Some(cpu) = self.nearest_cpu(gpu_end) else {
             return;
         };
-        if let (Some(mut first), Some(second)) =
-            (self.direct_path(from, cpu), self.direct_path(cpu, to))
-        {
+        if let (Some(mut first), Some(second)) = (self.direct_path(from, cpu), self.direct_path(cpu, to)) {
             first.links.extend(second.links);
             first.kind = first.kind.max(second.kind);
             first.width = first.width.min(second.width);
@@ -168,21 +138,13 @@ impl System {
     /// The CPU with the fewest hops, lowest number first.
     pub fn nearest_cpu(&self, node: usize) -> Option<usize> {
         let cpus = self.bucket(NodeType::Cpu).iter().copied();
-        cpus.filter_map(|c| Some((self.step(node, c)?.hops, c)))
-            .min()
-            .map(|(_, c)| c)
+        cpus.filter_map(|c| Some((self.step(node, c)?.hops, c))).min().map(|(_, c)| c)
     }
 
     /// Breadth-first from one node, level by level.
     fn tree(&self, source: usize) -> Vec<Option<Step>> {
         let mut tree: Vec<Option<Step>> = vec![None; self.nodes.len()];
-        let start = Step {
-            link: usize::MAX,
-            hops: 0,
-            switches: 0,
-            kind: PathType::Loc,
-            width: LOC_WIDTH,
-        };
+        let start = Step { link: usize::MAX, hops: 0, switches: 0, kind: PathType::Loc, width: LOC_WIDTH };
         tree[source] = Some(start);
         let mut frontier = vec![source];
         while !frontier.is_empty() {
@@ -202,8 +164,7 @@ impl System {
                         }
                         Some(old) => {
                             old.hops == there.hops
-                                && (there.width > old.width
-                                    || (there.width == old.width && there.kind < old.kind))
+                                && (there.width > old.width || (there.width == old.width && there.kind < old.kind))
                         }
                     };
                     if better {
@@ -218,22 +179,12 @@ impl System {
     }
 
     /// Whether a path that came to `at` may leave it over a link.
-    fn may_continue(
-        &self,
-        source: usize,
-        at: usize,
-        here: Step,
-        kind: LinkType,
-        to: usize,
-    ) -> bool {
+    fn may_continue(&self, source: usize, at: usize, here: Step, kind: LinkType, to: usize) -> bool {
         if at == source {
             return true;
         }
         let target = self.nodes[to].kind();
-        let came_from = self
-            .links
-            .get(here.link)
-            .map(|l| &self.nodes[l.from].detail);
+        let came_from = self.links.get(here.link).map(|l| &self.nodes[l.from].detail);
         match &self.nodes[at].detail {
             Detail::Gpu(_) => {
                 let from_gpu = matches!(came_from, Some(Detail::Gpu(_)));
@@ -243,9 +194,7 @@ impl System {
                     && kind == LinkType::Nvl
                     && target == NodeType::Gpu
             }
-            Detail::Nvs { accelerator: true } => {
-                matches!(came_from, Some(Detail::Gpu(_))) || target == NodeType::Gpu
-            }
+            Detail::Nvs { accelerator: true } => matches!(came_from, Some(Detail::Gpu(_))) || target == NodeType::Gpu,
             // The fabric does not lead to the bus, a network device leads nowhere.
             Detail::Nvs { accelerator: false } => kind == LinkType::Nvl,
             Detail::Net(_) => false,
@@ -255,10 +204,7 @@ impl System {
 
     fn follow(&self, here: Step, l: usize) -> Step {
         let link = &self.links[l];
-        let is_switch = matches!(
-            self.nodes[link.to].detail,
-            Detail::Pci { accelerator: false }
-        );
+        let is_switch = matches!(self.nodes[link.to].detail, Detail::Pci { accelerator: false });
         let switches = here.switches + u16::from(is_switch);
         let at_cpu = |n: usize| self.nodes[n].kind() == NodeType::Cpu;
         let kind = match link.kind {
@@ -270,13 +216,7 @@ impl System {
             LinkType::Pci if switches > 1 => PathType::Pxb,
             LinkType::Pci => PathType::Pix,
         };
-        Step {
-            link: l,
-            hops: here.hops + 1,
-            switches,
-            kind: here.kind.max(kind),
-            width: here.width.min(link.width),
-        }
+        Step { link: l, hops: here.hops + 1, switches, kind: here.kind.max(kind), width: here.width.min(link.width) }
     }
 
     /// Drops gpus of other nodes, and whatever is on no remaining rank's path to another rank, to a network device or
@@ -284,19 +224,11 @@ impl System {
     pub fn trim(&mut self) {
         let local = self.facts.local_ranks.clone();
         let mine = |g: i32| local.is_empty() || local.contains(&g);
-        let gpus: Vec<usize> = self
-            .bucket(NodeType::Gpu)
-            .iter()
-            .copied()
-            .filter(|n| self.gpu(*n).is_some_and(|g| mine(g.rank)))
-            .collect();
+        let gpus: Vec<usize> =
+            self.bucket(NodeType::Gpu).iter().copied().filter(|n| self.gpu(*n).is_some_and(|g| mine(g.rank))).collect();
         let mut keep = vec![false; self.nodes.len()];
         let mut mark = |path: Option<Path>| {
-            for link in path
-                .iter()
-                .flat_map(|p| &p.links)
-                .filter_map(|l| self.links.get(*l))
-            {
+            for link in path.iter().flat_map(|p| &p.links).filter_map(|l| self.links.get(*l)) {
                 for end in [link.from, link.to] {
                     let foreign = self.gpu(end).is_some_and(|g| !mine(g.rank));
                     keep[end] |= !foreign;
@@ -309,10 +241,7 @@ impl System {
                 mark(self.path(gpu, other));
             }
             // Without its way to a CPU a gpu would be cut off when a path over a dropped gpu goes.
-            mark(
-                self.nearest_cpu(gpu)
-                    .and_then(|cpu| self.direct_path(gpu, cpu)),
-            );
+            mark(self.nearest_cpu(gpu).and_then(|cpu| self.direct_path(gpu, cpu)));
         }
         for gpu in gpus {
             keep[gpu] = true;
@@ -337,60 +266,31 @@ impl System {
         for group in &groups {
             let inside = |n: usize| group.contains(&n) || self.own_place(group, n);
             let cut = |fabric: bool| -> f32 {
-                let out = self
-                    .links
-                    .iter()
-                    .filter(|l| inside(l.from) && !inside(l.to));
-                out.filter(|l| (l.kind == LinkType::Nvl) == fabric)
-                    .map(|l| l.width)
-                    .sum()
+                let out = self.links.iter().filter(|l| inside(l.from) && !inside(l.to));
+                out.filter(|l| (l.kind == LinkType::Nvl) == fabric).map(|l| l.width).sum()
             };
             // The fabric where there is one: the bus beside it carries other things.
-            let width = if cut(true) > 0.0 {
-                cut(true)
-            } else {
-                cut(false)
-            };
+            let width = if cut(true) > 0.0 { cut(true) } else { cut(false) };
             total = total.min(width);
         }
         if across {
             let width = |n: &usize| -> f32 {
-                self.nodes[*n]
-                    .links
-                    .iter()
-                    .filter_map(|l| self.links.get(*l))
-                    .map(|l| l.width)
-                    .sum()
+                self.nodes[*n].links.iter().filter_map(|l| self.links.get(*l)).map(|l| l.width).sum()
             };
             let all: f32 = nets.iter().map(width).sum();
-            total = if groups.len() > 1 {
-                total.min(all)
-            } else {
-                all
-            };
+            total = if groups.len() > 1 { total.min(all) } else { all };
         } else if groups.len() <= 1 {
             total = max;
         }
         self.max_width = if max > 0.0 { max } else { LOC_WIDTH };
-        self.total_width = if total.is_finite() && total > 0.0 {
-            total
-        } else {
-            self.max_width
-        };
+        self.total_width = if total.is_finite() && total > 0.0 { total } else { self.max_width };
     }
 
     /// Whether a node is the bus or fabric place of an accelerator.
     fn own_place(&self, group: &[usize], node: usize) -> bool {
-        let accelerator = matches!(
-            self.nodes[node].detail,
-            Detail::Pci { accelerator: true } | Detail::Nvs { accelerator: true }
-        );
-        accelerator
-            && self.nodes[node]
-                .links
-                .iter()
-                .filter_map(|l| self.links.get(*l))
-                .any(|l| group.contains(&l.to))
+        let accelerator =
+            matches!(self.nodes[node].detail, Detail::Pci { accelerator: true } | Detail::Nvs { accelerator: true });
+        accelerator && self.nodes[node].links.iter().filter_map(|l| self.links.get(*l)).any(|l| group.contains(&l.to))
     }
 
     /// The stages in their order: paths, trim, paths, search numbers (INV-42).
@@ -417,36 +317,22 @@ impl System {
     /// Policy by path type alone. The default level is PXB; on sunda it is SYS, because there every accelerator of a
     /// server reaches every other (transports 3.1).
     pub(super) fn p2p_by_path(&self, a: usize, b: usize) -> P2pCheck {
-        let none = P2pCheck {
-            p2p: false,
-            use_read: false,
-            intermediate: None,
-        };
+        let none = P2pCheck { p2p: false, use_read: false, intermediate: None };
         let P2pPolicy { disabled, level } = self.facts.p2p;
         let (Some(path), Some(gpu)) = (self.direct_path(a, b), self.gpu(a)) else {
             return none;
         };
-        let default = if gpu.sm == 2 {
-            PathType::Sys
-        } else {
-            PathType::Pxb
-        };
+        let default = if gpu.sm == 2 { PathType::Sys } else { PathType::Pxb };
         if disabled || path.kind > level.unwrap_or(default) {
             return none;
         }
         let middle = match path.links.as_slice() {
-            [first, _] if path.kind == PathType::Nvl => self
-                .links
-                .get(*first)
-                .and_then(|l| self.gpu(l.to))
-                .map(|g| g.rank),
+            [first, _] if path.kind == PathType::Nvl => {
+                self.links.get(*first).and_then(|l| self.gpu(l.to)).map(|g| g.rank)
+            }
             _ => None,
         };
-        P2pCheck {
-            p2p: true,
-            use_read: false,
-            intermediate: middle,
-        }
+        P2pCheck { p2p: true, use_read: false, intermediate: middle }
     }
 }
 
@@ -470,10 +356,7 @@ mod tests {
       </cpu></system>"#;
 
     fn system(text: &str, local: &[i32]) -> System {
-        let facts = Facts {
-            local_ranks: local.to_vec(),
-            ..Facts::default()
-        };
+        let facts = Facts { local_ranks: local.to_vec(), ..Facts::default() };
         System::from_document(text, facts, true).unwrap()
     }
 
@@ -481,42 +364,14 @@ mod tests {
     fn a_path_has_hops_worst_type_and_least_width() {
         let mut s = system(CHAIN, &[]);
         s.compute_paths();
-        let (a, b, c) = (
-            s.node_of_rank(0).unwrap(),
-            s.node_of_rank(1).unwrap(),
-            s.node_of_rank(2).unwrap(),
-        );
-        assert_eq!(
-            s.path_info(a, b),
-            Some(PathInfo {
-                kind: PathType::Nvl,
-                width: 20.0,
-                hops: 1
-            })
-        );
-        assert_eq!(
-            s.path_info(b, c),
-            Some(PathInfo {
-                kind: PathType::Nvl,
-                width: 40.0,
-                hops: 1
-            })
-        );
+        let (a, b, c) = (s.node_of_rank(0).unwrap(), s.node_of_rank(1).unwrap(), s.node_of_rank(2).unwrap());
+        assert_eq!(s.path_info(a, b), Some(PathInfo { kind: PathType::Nvl, width: 20.0, hops: 1 }));
+        assert_eq!(s.path_info(b, c), Some(PathInfo { kind: PathType::Nvl, width: 40.0, hops: 1 }));
         let over = s.path(a, c).unwrap();
-        assert_eq!(
-            (over.kind, over.width, over.links.len()),
-            (PathType::Nvl, 20.0, 2)
-        );
+        assert_eq!((over.kind, over.width, over.links.len()), (PathType::Nvl, 20.0, 2));
         assert_eq!(s.p2p_by_path(a, c).intermediate, Some(1));
         assert_eq!(s.p2p_by_path(a, b).intermediate, None);
-        assert_eq!(
-            s.path_info(a, a),
-            Some(PathInfo {
-                kind: PathType::Loc,
-                width: LOC_WIDTH,
-                hops: 0
-            })
-        );
+        assert_eq!(s.path_info(a, a), Some(PathInfo { kind: PathType::Loc, width: LOC_WIDTH, hops: 0 }));
     }
 
     /// Proves INV-42.
@@ -525,35 +380,20 @@ mod tests {
         let mut s = system(CHAIN, &[0, 2]);
         s.compute_paths();
         let (a, c) = (s.node_of_rank(0).unwrap(), s.node_of_rank(2).unwrap());
-        assert_eq!(
-            s.path_info(a, c).unwrap().kind,
-            PathType::Nvl,
-            "over rank 1, which is on another node"
-        );
+        assert_eq!(s.path_info(a, c).unwrap().kind, PathType::Nvl, "over rank 1, which is on another node");
         s.prepare();
         assert_eq!(s.ranks(), vec![0, 2]);
-        assert_eq!(
-            s.bucket(NodeType::Pci).len(),
-            2,
-            "the unused switches are gone"
-        );
+        assert_eq!(s.bucket(NodeType::Pci).len(), 2, "the unused switches are gone");
         let (a, c) = (s.node_of_rank(0).unwrap(), s.node_of_rank(2).unwrap());
         let path = s.path(a, c).unwrap();
-        assert_eq!(
-            path.kind,
-            PathType::Phb,
-            "the matrix of before is invalid: rank 1 is gone"
-        );
+        assert_eq!(path.kind, PathType::Phb, "the matrix of before is invalid: rank 1 is gone");
         assert!(path.links.iter().all(|l| s.links.get(*l).is_some()));
         let again = {
             let mut t = s.clone();
             t.compute_paths();
             t
         };
-        assert_eq!(
-            again.paths, s.paths,
-            "the stored paths are those of the trimmed graph"
-        );
+        assert_eq!(again.paths, s.paths, "the stored paths are those of the trimmed graph");
     }
 
     #[test]
@@ -568,11 +408,7 @@ mod tests {
         let (a, b) = (s.node_of_rank(0).unwrap(), s.node_of_rank(1).unwrap());
         let net = s.bucket(NodeType::Net)[0];
         assert_eq!(s.path_info(a, b).unwrap().kind, PathType::Pix);
-        assert_eq!(
-            s.path_info(a, net).unwrap().kind,
-            PathType::Phb,
-            "no GDR: through the CPU"
-        );
+        assert_eq!(s.path_info(a, net).unwrap().kind, PathType::Phb, "no GDR: through the CPU");
         s.facts.p2p.disabled = true;
         s.compute_paths();
         let path = s.path_info(a, b).unwrap();

@@ -126,11 +126,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
     };
     // A device of an unknown NUMA node hangs under the first, as the original does with node -1.
     let known = |id: u32| {
-        if numa.iter().any(|n| n.id == id) {
-            id
-        } else {
-            first_numa
-        }
+        if numa.iter().any(|n| n.id == id) { id } else { first_numa }
     };
 
     let mut system = Element::new("system").with("version", 1);
@@ -151,10 +147,8 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
             .with("vendor", "GenuineIntel")
             .with("familyid", 6)
             .with("modelid", 106);
-        let here: Vec<_> = accelerators
-            .iter()
-            .filter(|(mla, _)| known(machine.device_numa(**mla)) == node.id)
-            .collect();
+        let here: Vec<_> =
+            accelerators.iter().filter(|(mla, _)| known(machine.device_numa(**mla)) == node.id).collect();
         let mut cards: Vec<(String, Vec<&Nic>)> = Vec::new();
         for nic in nics.iter().filter(|n| known(n.numa) == node.id) {
             let busid = nic.bdf.to_string();
@@ -208,10 +202,7 @@ fn nvlinks(
     accelerators: &BTreeMap<i32, Vec<&RankInfo>>,
 ) -> Result<Vec<Element>, TopoError> {
     let link = |target: String, count: u32, class: &str| {
-        Element::new("nvlink")
-            .with("target", target)
-            .with("count", count)
-            .with("tclass", class)
+        Element::new("nvlink").with("target", target).with("count", count).with("tclass", class)
     };
     let mut links = Vec::new();
     for port in 0..PORTS {

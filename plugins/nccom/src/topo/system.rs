@@ -74,15 +74,7 @@ pub enum PathType {
 
 impl PathType {
     /// All, closest first.
-    pub const ALL: [Self; 7] = [
-        Self::Loc,
-        Self::Nvl,
-        Self::Pix,
-        Self::Pxb,
-        Self::Phb,
-        Self::Sys,
-        Self::Net,
-    ];
+    pub const ALL: [Self; 7] = [Self::Loc, Self::Nvl, Self::Pix, Self::Pxb, Self::Phb, Self::Sys, Self::Net];
 
     /// The upstream name.
     pub fn name(self) -> &'static str {
@@ -92,9 +84,7 @@ impl PathType {
     /// Reads a name or a number of 0 to 6.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
-        Self::ALL
-            .into_iter()
-            .find(|t| t.name().eq_ignore_ascii_case(text) || (*t as u8).to_string() == text)
+        Self::ALL.into_iter().find(|t| t.name().eq_ignore_ascii_case(text) || (*t as u8).to_string() == text)
     }
 }
 
@@ -252,9 +242,7 @@ fn pci_width(speed: Option<&str>, width: Option<&str>) -> f32 {
         r if r < 48.0 => 240.0,
         _ => 480.0,
     };
-    let lanes = width
-        .and_then(|w| w.trim().parse::<f32>().ok())
-        .filter(|w| *w > 0.0 && *w <= 64.0);
+    let lanes = width.and_then(|w| w.trim().parse::<f32>().ok()).filter(|w| *w > 0.0 && *w <= 64.0);
     lanes.unwrap_or(16.0) * lane / 80.0
 }
 
@@ -290,21 +278,11 @@ impl<'a> Attributes<'a> {
     }
 
     fn need(&self, attribute: &'static str) -> Result<&'a str, TopoError> {
-        self.element
-            .get(attribute)
-            .ok_or_else(|| TopoError::MissingAttribute {
-                node: self.place.clone(),
-                attribute,
-            })
+        self.element.get(attribute).ok_or_else(|| TopoError::MissingAttribute { node: self.place.clone(), attribute })
     }
 
     fn bad(&self, attribute: &'static str, value: &str, expected: &'static str) -> TopoError {
-        TopoError::BadAttribute {
-            node: self.place.clone(),
-            attribute,
-            value: value.to_string(),
-            expected,
-        }
+        TopoError::BadAttribute { node: self.place.clone(), attribute, value: value.to_string(), expected }
     }
 
     fn number(&self, attribute: &'static str, value: &str) -> Result<i64, TopoError> {
@@ -331,18 +309,13 @@ impl<'a> Attributes<'a> {
 
     fn bus(&self, attribute: &'static str) -> Result<u64, TopoError> {
         let value = self.need(attribute)?;
-        bus_number(value)
-            .ok_or_else(|| self.bad(attribute, value, "domain:bus:slot.func in hexadecimal"))
+        bus_number(value).ok_or_else(|| self.bad(attribute, value, "domain:bus:slot.func in hexadecimal"))
     }
 }
 
 fn bus_number(text: &str) -> Option<u64> {
-    Bdf::parse(text).map(|b| {
-        u64::from(b.domain) << 24
-            | u64::from(b.bus) << 16
-            | u64::from(b.slot) << 8
-            | u64::from(b.func)
-    })
+    Bdf::parse(text)
+        .map(|b| u64::from(b.domain) << 24 | u64::from(b.bus) << 16 | u64::from(b.slot) << 8 | u64::from(b.func))
 }
 
 /// Marks a fabric switch among NVS identities: before every accelerator.
@@ -365,17 +338,9 @@ struct Builder {
 impl Builder {
     fn node(&mut self, detail: Detail, id: (u64, u64)) -> Result<usize, TopoError> {
         if self.nodes.len() >= MAX_SYSTEM_NODES {
-            return Err(TopoError::TooMany {
-                what: "devices",
-                found: self.nodes.len() + 1,
-                limit: MAX_SYSTEM_NODES,
-            });
+            return Err(TopoError::TooMany { what: "devices", found: self.nodes.len() + 1, limit: MAX_SYSTEM_NODES });
         }
-        self.nodes.push(Node {
-            detail,
-            id,
-            links: Vec::new(),
-        });
+        self.nodes.push(Node { detail, id, links: Vec::new() });
         Ok(self.nodes.len() - 1)
     }
 
@@ -388,13 +353,7 @@ impl Builder {
         self.directed(b, a, kind, width);
     }
 
-    fn pci(
-        &mut self,
-        element: &Element,
-        above: &str,
-        parent: usize,
-        multi: bool,
-    ) -> Result<(), TopoError> {
+    fn pci(&mut self, element: &Element, above: &str, parent: usize, multi: bool) -> Result<(), TopoError> {
         let at = Attributes::of(element, above);
         let bus = at.bus("busid")?;
         at.need("class")?;
@@ -419,23 +378,13 @@ impl Builder {
                 rid: g.int_or("rid", -1)?,
             };
             let mut fabric = Vec::new();
-            for link in gpu
-                .children
-                .iter()
-                .filter(|c| matches!(c.name.as_str(), "nvlink" | "xgmi"))
-            {
+            for link in gpu.children.iter().filter(|c| matches!(c.name.as_str(), "nvlink" | "xgmi")) {
                 let l = Attributes::of(link, &g.place);
                 let count = l.int("count")?;
                 if !(1..=1024).contains(&count) {
-                    return Err(l.bad(
-                        "count",
-                        l.need("count")?,
-                        "a number of links from 1 to 1024",
-                    ));
+                    return Err(l.bad("count", l.need("count")?, "a number of links from 1 to 1024"));
                 }
-                let class = link
-                    .get("tclass")
-                    .unwrap_or(super::synth::CLASS_ACCELERATOR);
+                let class = link.get("tclass").unwrap_or(super::synth::CLASS_ACCELERATOR);
                 fabric.push((bus, l.bus("target")?, class.to_string(), count));
             }
             // A gpu without a rank is none of ours, and neither are its links. Which ranks are of this node is
@@ -494,14 +443,7 @@ impl Builder {
         Ok(())
     }
 
-    fn net(
-        &mut self,
-        net: &Element,
-        above: &str,
-        card: usize,
-        bus: u64,
-        busid: &str,
-    ) -> Result<(), TopoError> {
+    fn net(&mut self, net: &Element, above: &str, card: usize, bus: u64, busid: &str) -> Result<(), TopoError> {
         let at = Attributes::of(net, above);
         let dev = at.int("dev")?;
         let detail = Net {
@@ -565,11 +507,7 @@ impl System {
     ///
     /// # Errors
     /// See [`System::from_element`]; [`TopoError::Xml`] for text that is no document.
-    pub fn from_document(
-        text: &str,
-        facts: Facts,
-        allow_version_2: bool,
-    ) -> Result<Self, TopoError> {
+    pub fn from_document(text: &str, facts: Facts, allow_version_2: bool) -> Result<Self, TopoError> {
         Self::from_element(&xml::read(text)?, facts, allow_version_2)
     }
 
@@ -579,11 +517,7 @@ impl System {
     /// [`TopoError::Version`] for another schema version than 1 (or 2 on purpose), [`TopoError::MissingAttribute`] and
     /// [`TopoError::BadAttribute`] with node and attribute, [`TopoError::Duplicate`], [`TopoError::NoCpu`],
     /// [`TopoError::TooMany`].
-    pub fn from_element(
-        root: &Element,
-        facts: Facts,
-        allow_version_2: bool,
-    ) -> Result<Self, TopoError> {
+    pub fn from_element(root: &Element, facts: Facts, allow_version_2: bool) -> Result<Self, TopoError> {
         check_root(root, allow_version_2)?;
         let mut b = Builder {
             nodes: Vec::new(),
@@ -602,20 +536,12 @@ impl System {
             let arch = at.need("arch")?;
             let affinity = match cpu.get("affinity") {
                 None => CpuMask::default(),
-                Some(text) => CpuMask::from_hex(text).ok_or_else(|| {
-                    at.bad(
-                        "affinity",
-                        text,
-                        "hexadecimal words of 32 bits, at most 1024 CPUs",
-                    )
-                })?,
+                Some(text) => CpuMask::from_hex(text)
+                    .ok_or_else(|| at.bad("affinity", text, "hexadecimal words of 32 bits, at most 1024 CPUs"))?,
             };
             let width = sys_width(arch, cpu.get("vendor"));
             let id = (u64::from(numa.unsigned_abs()) << 1 | u64::from(numa < 0), 0);
-            if cpus
-                .iter()
-                .any(|c: &usize| b.nodes.get(*c).is_some_and(|n| n.id == id))
-            {
+            if cpus.iter().any(|c: &usize| b.nodes.get(*c).is_some_and(|n| n.id == id)) {
                 return Err(TopoError::Duplicate { what: at.place });
             }
             let node = b.node(Detail::Cpu { affinity, width }, id)?;
@@ -657,9 +583,7 @@ impl System {
             .collect();
         ranks.sort_unstable();
         if let Some(twice) = ranks.windows(2).find(|w| w[0] == w[1]) {
-            return Err(TopoError::Duplicate {
-                what: format!("rank {}", twice[0]),
-            });
+            return Err(TopoError::Duplicate { what: format!("rank {}", twice[0]) });
         }
         if let Some(rank) = b.local.iter().find(|r| ranks.binary_search(r).is_err()) {
             return Err(TopoError::RankWithoutDevice { rank: *rank });
@@ -668,11 +592,7 @@ impl System {
     }
 
     /// Sorts nodes and links and fills the buckets.
-    fn canonical(
-        nodes: Vec<Node>,
-        widths: BTreeMap<(usize, usize, LinkType), f32>,
-        facts: Facts,
-    ) -> Self {
+    fn canonical(nodes: Vec<Node>, widths: BTreeMap<(usize, usize, LinkType), f32>, facts: Facts) -> Self {
         let mut order: Vec<usize> = (0..nodes.len()).collect();
         order.sort_by_key(|i| (nodes[*i].kind(), nodes[*i].id));
         let mut place = vec![0; nodes.len()];
@@ -683,12 +603,7 @@ impl System {
         let mut nodes: Vec<Node> = order.iter().filter_map(|old| slots[*old].take()).collect();
         let mut links: Vec<Link> = widths
             .into_iter()
-            .map(|((from, to, kind), width)| Link {
-                from: place[from],
-                to: place[to],
-                kind,
-                width,
-            })
+            .map(|((from, to, kind), width)| Link { from: place[from], to: place[to], kind, width })
             .collect();
         links.sort_by_key(|l| (l.from, l.kind, l.to));
         let mut buckets: [Vec<usize>; NODE_BUCKETS] = Default::default();
@@ -699,25 +614,13 @@ impl System {
         for (i, link) in links.iter().enumerate() {
             nodes[link.from].links.push(i);
         }
-        Self {
-            nodes,
-            links,
-            buckets,
-            facts,
-            paths: Paths::default(),
-            max_width: 0.0,
-            total_width: 0.0,
-        }
+        Self { nodes, links, buckets, facts, paths: Paths::default(), max_width: 0.0, total_width: 0.0 }
     }
 
     /// The graph without the nodes `keep` refuses; paths are stale afterwards.
     pub(super) fn retain(&mut self, keep: &dyn Fn(usize) -> bool) {
         let kept: Vec<usize> = (0..self.nodes.len()).filter(|i| keep(*i)).collect();
-        let place: BTreeMap<usize, usize> = kept
-            .iter()
-            .enumerate()
-            .map(|(new, old)| (*old, new))
-            .collect();
+        let place: BTreeMap<usize, usize> = kept.iter().enumerate().map(|(new, old)| (*old, new)).collect();
         let nodes = kept.iter().map(|i| self.nodes[*i].clone()).collect();
         let widths = self
             .links
@@ -751,19 +654,12 @@ impl System {
 
     /// Node of a rank.
     pub fn node_of_rank(&self, rank: i32) -> Option<usize> {
-        self.bucket(NodeType::Gpu)
-            .iter()
-            .copied()
-            .find(|n| self.gpu(*n).is_some_and(|g| g.rank == rank))
+        self.bucket(NodeType::Gpu).iter().copied().find(|n| self.gpu(*n).is_some_and(|g| g.rank == rank))
     }
 
     /// Local ranks, ascending: the order of the gpu bucket.
     pub fn ranks(&self) -> Vec<i32> {
-        self.bucket(NodeType::Gpu)
-            .iter()
-            .filter_map(|n| self.gpu(*n))
-            .map(|g| g.rank)
-            .collect()
+        self.bucket(NodeType::Gpu).iter().filter_map(|n| self.gpu(*n)).map(|g| g.rank).collect()
     }
 
     /// The gpus that share an accelerator, in order of their lowest rank; inside one by core.
@@ -783,52 +679,32 @@ impl System {
 }
 
 fn has_shared_accelerator(element: &Element) -> bool {
-    (element.name == "pci"
-        && element
-            .children_named("gpu")
-            .filter(|g| super::merge::has_rank(g))
-            .count()
-            > 1)
+    (element.name == "pci" && element.children_named("gpu").filter(|g| super::merge::has_rank(g)).count() > 1)
         || element.children.iter().any(has_shared_accelerator)
 }
 
 /// Refuses what is no topology document or one of another version, before anything else of it is looked at.
 pub(super) fn check_root(root: &Element, allow_version_2: bool) -> Result<(), TopoError> {
     if root.name != "system" {
-        return Err(TopoError::WrongRoot {
-            found: root.name.clone(),
-        });
+        return Err(TopoError::WrongRoot { found: root.name.clone() });
     }
     let at = Attributes::of(root, "");
     let found = at.number("version", at.need("version")?)?;
     match found {
         TOPO_XML_VERSION => Ok(()),
         TOPO_XML_VERSION_2 if allow_version_2 => Ok(()),
-        _ => Err(TopoError::Version {
-            found,
-            needed: TOPO_XML_VERSION,
-        }),
+        _ => Err(TopoError::Version { found, needed: TOPO_XML_VERSION }),
     }
 }
 
 impl fmt::Display for System {
     /// The graph as lines: one a node with its links, for the log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "=== System : maxWidth {:.1} totalWidth {:.1} ===",
-            self.max_width, self.total_width
-        )?;
+        writeln!(f, "=== System : maxWidth {:.1} totalWidth {:.1} ===", self.max_width, self.total_width)?;
         for (i, node) in self.nodes.iter().enumerate() {
             write!(f, "{}", self.label(i))?;
             for link in node.links.iter().filter_map(|l| self.links.get(*l)) {
-                write!(
-                    f,
-                    " {:?}[{:.1}]-{}",
-                    link.kind,
-                    link.width,
-                    self.label(link.to)
-                )?;
+                write!(f, " {:?}[{:.1}]-{}", link.kind, link.width, self.label(link.to))?;
             }
             writeln!(f)?;
         }

@@ -16,29 +16,17 @@ pub const DISABLE_VERIFY: &str = "CCOM_DBG_DISABLE_VERIFY_TOPOLOGY";
 ///
 /// # Errors
 /// [`TopoError::MissingDevices`], then [`TopoError::DeviceCount`].
-pub fn verify(
-    system: &System,
-    local: &[&RankInfo],
-    vars: &dyn Fn(&str) -> Option<String>,
-) -> Result<(), TopoError> {
+pub fn verify(system: &System, local: &[&RankInfo], vars: &dyn Fn(&str) -> Option<String>) -> Result<(), TopoError> {
     if super::flag(vars, DISABLE_VERIFY) {
         return Ok(());
     }
     let wanted: BTreeSet<i32> = local.iter().map(|r| r.mla).collect();
-    let ranked: BTreeSet<i32> = system
-        .bucket(NodeType::Gpu)
-        .iter()
-        .filter_map(|n| system.gpu(*n))
-        .map(|g| g.mla)
-        .collect();
+    let ranked: BTreeSet<i32> =
+        system.bucket(NodeType::Gpu).iter().filter_map(|n| system.gpu(*n)).map(|g| g.mla).collect();
     if let (Some(low), Some(high)) = (wanted.first(), wanted.last()) {
         // Counting instead of walking the range: ids come from peers and may be far apart.
         let complete = i64::from(*high) - i64::from(*low) + 1 == wanted.len() as i64;
-        let absent: Vec<i32> = wanted
-            .iter()
-            .copied()
-            .filter(|d| !ranked.contains(d))
-            .collect();
+        let absent: Vec<i32> = wanted.iter().copied().filter(|d| !ranked.contains(d)).collect();
         if !complete || !absent.is_empty() {
             let mut first = absent.first().copied();
             let mut last = absent.last().copied();
@@ -47,16 +35,11 @@ pub fn verify(
                 first = Some(first.map_or(gap[0] + 1, |f| f.min(gap[0] + 1)));
                 last = Some(last.map_or(gap[1] - 1, |l| l.max(gap[1] - 1)));
             }
-            return Err(TopoError::MissingDevices {
-                first: first.unwrap_or(*low),
-                last: last.unwrap_or(*high),
-            });
+            return Err(TopoError::MissingDevices { first: first.unwrap_or(*low), last: last.unwrap_or(*high) });
         }
     }
     if !LEGAL_DEVICE_COUNTS.contains(&wanted.len()) {
-        return Err(TopoError::DeviceCount {
-            found: wanted.len(),
-        });
+        return Err(TopoError::DeviceCount { found: wanted.len() });
     }
     Ok(())
 }

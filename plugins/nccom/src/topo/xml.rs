@@ -7,9 +7,7 @@
 //! Invariants: no input makes the reader panic or recurse; `write(read(x))` is a fixed point of `write ∘ read`;
 //! attributes keep their order and unknown ones are kept.
 
-use super::limits::{
-    MAX_XML_ATTRIBUTES, MAX_XML_BYTES, MAX_XML_DEPTH, MAX_XML_NODES, MAX_XML_TEXT,
-};
+use super::limits::{MAX_XML_ATTRIBUTES, MAX_XML_BYTES, MAX_XML_DEPTH, MAX_XML_NODES, MAX_XML_TEXT};
 use std::fmt;
 
 /// One element with its attributes and children, in document order.
@@ -26,10 +24,7 @@ pub struct Element {
 impl Element {
     /// An empty element.
     pub fn new(name: &str) -> Self {
-        Self {
-            name: name.to_string(),
-            ..Self::default()
-        }
+        Self { name: name.to_string(), ..Self::default() }
     }
 
     /// The same element with one more attribute.
@@ -40,10 +35,7 @@ impl Element {
 
     /// The value of an attribute.
     pub fn get(&self, name: &str) -> Option<&str> {
-        self.attributes
-            .iter()
-            .find(|(n, _)| n == name)
-            .map(|(_, v)| v.as_str())
+        self.attributes.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str())
     }
 
     /// Sets an attribute; one that exists keeps its place.
@@ -87,21 +79,11 @@ pub enum XmlError {
 impl fmt::Display for XmlError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Syntax {
-                line,
-                what,
-                expected,
-            } => {
-                write!(
-                    f,
-                    "the XML document has {what} in line {line} where {expected} was expected: correct the file"
-                )
+            Self::Syntax { line, what, expected } => {
+                write!(f, "the XML document has {what} in line {line} where {expected} was expected: correct the file")
             }
             Self::Limit { line, what, limit } => {
-                write!(
-                    f,
-                    "the XML document exceeds the limit of {limit} {what} in line {line}: shorten the file"
-                )
+                write!(f, "the XML document exceeds the limit of {limit} {what} in line {line}: shorten the file")
             }
         }
     }
@@ -125,26 +107,15 @@ impl<'a> Reader<'a> {
 
     fn line(&self) -> usize {
         let upto = self.at.min(self.text.len());
-        1 + self.text.as_bytes()[..upto]
-            .iter()
-            .filter(|b| **b == b'\n')
-            .count()
+        1 + self.text.as_bytes()[..upto].iter().filter(|b| **b == b'\n').count()
     }
 
     fn syntax(&self, what: &'static str, expected: &'static str) -> XmlError {
-        XmlError::Syntax {
-            line: self.line(),
-            what,
-            expected,
-        }
+        XmlError::Syntax { line: self.line(), what, expected }
     }
 
     fn limit(&self, what: &'static str, limit: usize) -> XmlError {
-        XmlError::Limit {
-            line: self.line(),
-            what,
-            limit,
-        }
+        XmlError::Limit { line: self.line(), what, limit }
     }
 
     fn skip_space(&mut self) {
@@ -154,12 +125,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Skips what `open` began, up to and with `close`.
-    fn skip_past(
-        &mut self,
-        open: &str,
-        close: &str,
-        expected: &'static str,
-    ) -> Result<(), XmlError> {
+    fn skip_past(&mut self, open: &str, close: &str, expected: &'static str) -> Result<(), XmlError> {
         let inside = self.rest().get(open.len()..).unwrap_or("");
         match inside.find(close) {
             Some(n) => {
@@ -253,11 +219,7 @@ impl<'a> Reader<'a> {
 /// [`XmlError::Syntax`] with the line, [`XmlError::Limit`] with the limit.
 pub fn read(text: &str) -> Result<Element, XmlError> {
     if text.len() > MAX_XML_BYTES {
-        return Err(XmlError::Limit {
-            line: 0,
-            what: "bytes",
-            limit: MAX_XML_BYTES,
-        });
+        return Err(XmlError::Limit { line: 0, what: "bytes", limit: MAX_XML_BYTES });
     }
     let mut r = Reader { text, at: 0 };
     // Elements that are still open, outermost first; a finished one moves into the one before it.
@@ -454,35 +416,15 @@ mod tests {
     #[test]
     fn limits_hold() {
         let deep = "<a>".repeat(MAX_XML_DEPTH + 1);
-        assert!(matches!(
-            read(&deep),
-            Err(XmlError::Limit {
-                what: "nested elements",
-                ..
-            })
-        ));
+        assert!(matches!(read(&deep), Err(XmlError::Limit { what: "nested elements", .. })));
         let wide = format!("<a>{}</a>", "<b/>".repeat(MAX_XML_NODES));
-        assert!(matches!(
-            read(&wide),
-            Err(XmlError::Limit {
-                what: "elements",
-                ..
-            })
-        ));
+        assert!(matches!(read(&wide), Err(XmlError::Limit { what: "elements", .. })));
         let long = format!("<a x='{}'/>", "y".repeat(MAX_XML_TEXT + 1));
         assert!(matches!(read(&long), Err(XmlError::Limit { .. })));
-        let many: String = (0..=MAX_XML_ATTRIBUTES)
-            .map(|i| format!(" a{i}=''"))
-            .collect();
-        assert!(matches!(
-            read(&format!("<a{many}/>")),
-            Err(XmlError::Limit { .. })
-        ));
+        let many: String = (0..=MAX_XML_ATTRIBUTES).map(|i| format!(" a{i}=''")).collect();
+        assert!(matches!(read(&format!("<a{many}/>")), Err(XmlError::Limit { .. })));
         let big = " ".repeat(MAX_XML_BYTES + 1);
-        assert!(matches!(
-            read(&big),
-            Err(XmlError::Limit { what: "bytes", .. })
-        ));
+        assert!(matches!(read(&big), Err(XmlError::Limit { what: "bytes", .. })));
     }
 
     proptest! {

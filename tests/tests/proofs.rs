@@ -1,0 +1,286 @@
+//! Proofs of the contract: a plugin may trap, be replaced, be aborted or be slow, and data in flight does not notice.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use common::{bytes_of, config, free_port, values_of, world};
+use host_runtime::abort::AbortToken;
+use host_runtime::error::Error;
+use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
+use host_runtime::{DataType, ReduceOp};
+
+/// One all-reduce of ones over `comm`, checked.
+fn reduce_ones(comm: &mut Communicator, t: &Tensor) {
+    let count = t.len() / 4;
+    t.write(0, &bytes_of(&vec![1.0; count as usize])).unwrap();
+    comm.all_reduce(Io::in_place(t), count, DataType::Fp32, ReduceOp::Sum).unwrap();
+    let mut out = vec![0; t.len() as usize];
+    t.read(0, &mut out).unwrap();
+    let n = comm.nranks() as f32;
+    assert!(values_of(&out).iter().all(|v| *v == n));
+}
+
+/// `component_calls` rises during init and stays flat over 100,000 collectives after warm-up.
+#[test]
+fn no_component_call_in_the_steady_state() {
+    world(2, &config(), |mut comm| {
+        let t = comm.tensor(64).unwrap();
+        let runtime = comm.runtime().clone();
+        let after_init = runtime.component_calls();
+        assert!(after_init > 20, "init crosses the boundary: {after_init}");
+        reduce_ones(&mut comm, &t);
+        comm.barrier().unwrap();
+        let warm = runtime.component_calls();
+        for _ in 0..50_000 {
+            comm.all_reduce(Io::in_place(&t), 16, DataType::Fp32, ReduceOp::Max).unwrap();
+            comm.barrier().unwrap();
+        }
+        assert_eq!(runtime.component_calls(), warm);
+        assert!(comm.counters().ops >= 100_000);
+    });
+}
+
+/// The component traps in mid-run: its communicator's control plane is gone, the collectives go on.
+#[test]
+fn data_in_flight_survives_a_trap_of_the_plugin() {
+    let built = tests::rewrite::built_core();
+    let trapping = tests::rewrite::with_body("neuron-get-peer-device-id", tests::rewrite::Body::Trap, &built);
+    let file = tests::rewrite::plugin_file("traps-in-slot-18", &trapping);
+    let mut c = config();
+    c.plugin = Some(file.path().into());
+    world(2, &c, |mut comm| {
+        let t = comm.tensor(1 << 20).unwrap();
+        for round in 0..200 {
+            reduce_ones(&mut comm, &t);
+            if round == 100 {
+                let e = comm.peer_device_id(0).unwrap_err();
+                let text = e.to_string();
+                assert!(matches!(e, Error::Stopped { .. }), "{text}");
+                assert!(text.contains("neuronGetPeerDeviceId") && text.contains("unreachable"), "{text}");
+                assert!(text.contains("traps-in-slot-18") && text.contains("data in flight goes on"), "{text}");
+            }
+        }
+        assert!(comm.control_stopped().unwrap().contains("neuronGetPeerDeviceId"));
+        let again = comm.query_info().unwrap_err().to_string();
+        assert!(again.contains("already stopped"), "{again}");
+        assert_eq!(comm.runtime().tenant().counters.traps(), 1);
+    });
+}
+
+/// A second build takes over while the communicator lives; collectives run all the time; the plan is handed over.
+#[test]
+fn a_second_build_takes_over_a_running_communicator() {
+    let second = tests::rewrite::second_build(&tests::rewrite::built_core());
+    let file = tests::rewrite::plugin_file("second-build", &second);
+    let path: std::path::PathBuf = file.path().into();
+    world(2, &config(), move |mut comm| {
+        let t = comm.tensor(1 << 16).unwrap();
+        let before = comm.query_info().unwrap();
+        let runtime = comm.runtime().clone();
+        reduce_ones(&mut comm, &t);
+        let generation = runtime.replace_library(&path, &[&comm]).unwrap();
+        assert_eq!(generation, 1);
+        for _ in 0..100 {
+            reduce_ones(&mut comm, &t);
+        }
+        let after = comm.query_info().unwrap();
+        assert_eq!(after.cluster_id, before.cluster_id);
+        let orders = |i: &host_runtime::bindings::exports::neuron::nccom::collectives::CommInfo| -> Vec<Vec<i32>> {
+            i.rings.iter().map(|r| r.user_ranks.clone()).collect()
+        };
+        assert_eq!(orders(&after), orders(&before));
+        comm.ring_connector(0, true).unwrap();
+        // A plugin that does not pass the gate leaves the running one alone.
+        let broken = tests::rewrite::plugin_file("not-a-plugin", b"\0asm\x0d\0\x01\0");
+        let e = runtime.replace_library(broken.path(), &[&comm]).unwrap_err().to_string();
+        assert!(e.contains("the old library runs on"), "{e}");
+        reduce_ones(&mut comm, &t);
+        assert!(comm.control_stopped().is_none());
+    });
+}
+
+/// An init that waits in accept is ended from another thread, at once.
+///
+/// Proves INV-24.
+#[test]
+fn an_init_blocked_in_accept_is_aborted_from_another_thread() {
+    let runtime = Runtime::open(config()).unwrap();
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let token = AbortToken::new().unwrap();
+    let root = format!("127.0.0.1:{}", free_port());
+    let before = descriptors();
+    let options = CommOptions { abort: Some(token.clone()), ..CommOptions::with_root(root, 0, 2) };
+    let waiting = {
+        let runtime = runtime.clone();
+        std::thread::spawn(move || runtime.init_comm(options).map(|_| ()).unwrap_err())
+    };
+    // The rank is in the library once the root's task runs; from then on it waits for rank 1, which never comes.
+    while runtime.tenant().tasks_alive() == 0 {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let begun = Instant::now();
+    token.abort("the user changed their mind");
+    token.abort("twice");
+    let e = waiting.join().unwrap().to_string();
+    assert!(begun.elapsed() < Duration::from_secs(5), "an abort must not wait for a deadline");
+    assert!(e.contains("the user changed their mind"), "{e}");
+    // The root's task still holds its sockets; with the runtime everything is gone.
+    drop(runtime);
+    assert!(descriptors() <= before, "descriptors left: {} before, {} after", before, descriptors());
+}
+
+/// A task runs in a store of its own with the listener that was moved to it: the root of a group made by id.
+#[test]
+fn a_task_serves_with_a_moved_listener() {
+    let runtime = Runtime::open(config()).unwrap();
+    let id = runtime.unique_id(2).unwrap();
+    assert_eq!(runtime.tenant().tasks_alive(), 1);
+    let port = u16::from_be_bytes([id[2], id[3]]);
+    assert!(std::net::TcpListener::bind(("127.0.0.1", port)).is_err(), "the moved listener is open");
+    let ranks: Vec<_> = (0..2)
+        .map(|rank| {
+            let runtime = runtime.clone();
+            std::thread::spawn(move || {
+                let mut comm = runtime.init_comm(CommOptions::with_id(id, rank, 2)).unwrap();
+                let t = comm.tensor(400).unwrap();
+                reduce_ones(&mut comm, &t);
+            })
+        })
+        .collect();
+    ranks.into_iter().for_each(|t| t.join().unwrap());
+    // Served: the task has ended and its listener with it.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while runtime.tenant().tasks_alive() > 0 {
+        assert!(Instant::now() < deadline, "the root's task did not end");
+        std::thread::yield_now();
+    }
+    assert!(std::net::TcpListener::bind(("127.0.0.1", port)).is_ok());
+}
+
+/// The tick through the component and the native one give the same answers, step for step.
+#[test]
+fn the_tick_through_the_component_and_natively_agree() {
+    use hw_bridge::device::IncrementRegister;
+    use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
+    use std::collections::HashMap;
+
+    /// Completes a request at its third test; refuses every fourth post.
+    #[derive(Debug, Default)]
+    struct Wire {
+        tests: HashMap<u64, u32>,
+        posts: u64,
+    }
+    impl NetPath for Wire {
+        fn post(&mut self, e: &Entry) -> Result<Option<u64>, String> {
+            self.posts += 1;
+            if e.size == 13 {
+                return Err("the wire broke".into());
+            }
+            if self.posts % 4 == 0 {
+                return Ok(None);
+            }
+            self.tests.insert(self.posts, 0);
+            Ok(Some(self.posts))
+        }
+        fn test(&mut self, r: u64) -> Result<Option<u64>, String> {
+            let n = self.tests.get_mut(&r).ok_or("unknown")?;
+            *n += 1;
+            Ok((*n >= 3).then_some(8))
+        }
+    }
+    let op = |block: u32| {
+        let mut b = vec![0u8; 96];
+        b[16..24].copy_from_slice(&1u64.to_le_bytes());
+        b[76..80].copy_from_slice(&block.to_le_bytes());
+        b
+    };
+    let sources = |sizes: &[u32]| {
+        let mut all = Vec::new();
+        for (size, mark) in sizes.iter().map(|s| (*s, 0u32)).chain([(0, 2)]) {
+            let mut b = vec![0u8; 72];
+            b[4] = 1;
+            b[32..36].copy_from_slice(&size.to_le_bytes());
+            b[36..40].copy_from_slice(&mark.to_le_bytes());
+            all.extend(b);
+        }
+        all
+    };
+    let prepared = move |p: &mut Proxy| {
+        let done = Arc::new(IncrementRegister::recording(64));
+        p.attach(Box::new(Wire::default()), HashMap::from([(1, done.clone())]));
+        p.start(2, 5, &op(5), &sources(&[8, 8, 0, 8, 8]), &[]).unwrap();
+        p.start(2, 6, &op(6), &sources(&[8, 13]), &[]).unwrap();
+        done
+    };
+    world(1, &config(), move |comm| {
+        let mut native = Proxy::default();
+        let done_native = prepared(&mut native);
+        let done_component = prepared(&mut comm.core().proxy.lock().unwrap());
+        let raise = |block: u32, value: u32| {
+            let index = comm.core().proxy.lock().unwrap().host_index(2, block, true).unwrap();
+            index.raise(value);
+        };
+        // The answer is ANDed with what the caller passes, never written over it (INV-67).
+        let idle = world_idle(&comm);
+        assert_eq!(idle, Ok((false, false)));
+        // (idle, done) or the error's status, after each tick.
+        let mut trace = Vec::new();
+        let mut block = 5;
+        let mut ticks = 0;
+        while trace.last().is_none_or(|t: &Result<(bool, bool), u32>| t.is_ok()) {
+            if ticks == 1 || ticks == 3 {
+                let value = if ticks == 1 { READY } else { 5 };
+                raise(block, value);
+                native.host_index(2, block, true).unwrap().raise(value);
+            }
+            let through = comm.proxy_progress_through_component(2, block, true, true).map_err(|e| e.status().0);
+            let by_hand = native.progress(2, block).map_err(|_| 1206);
+            assert_eq!(through, by_hand, "block {block}, tick {ticks}");
+            assert_eq!(done_component.recorded(), done_native.recorded(), "block {block}, tick {ticks}");
+            ticks += 1;
+            if through.is_ok_and(|(_, done)| done) {
+                assert_eq!(block, 5, "only block 5 comes to its end");
+                assert_eq!(done_native.value(), 5);
+                (block, ticks) = (6, 0);
+            }
+            trace.push(through);
+            assert!(trace.len() < 100, "{trace:?}");
+        }
+        assert_eq!(trace[0], Ok((true, false)));
+        assert_eq!((block, trace.last()), (6, Some(&Err(1206))));
+    });
+
+    fn world_idle(comm: &Communicator) -> Result<(bool, bool), u32> {
+        comm.proxy_progress_through_component(0, 1, false, false).map_err(|e| e.status().0)
+    }
+}
+
+/// An operation under way is ended by an abort from another thread; the other rank learns who and why.
+#[test]
+fn an_abort_ends_an_operation_on_every_rank() {
+    let ready = Arc::new(Barrier::new(2));
+    let aborted = Arc::new(AtomicBool::new(false));
+    let (r, a) = (ready.clone(), aborted.clone());
+    let texts = world(2, &config(), move |mut comm| {
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            let token = comm.abort_token().clone();
+            r.wait();
+            std::thread::sleep(Duration::from_millis(50));
+            a.store(true, Ordering::SeqCst);
+            token.abort("maintenance");
+            // Every later call says so.
+            return comm.barrier().unwrap_err().to_string();
+        }
+        r.wait();
+        let e = comm.barrier().unwrap_err().to_string();
+        assert!(a.load(Ordering::SeqCst));
+        e
+    });
+    assert!(texts[0].contains("maintenance"), "{}", texts[0]);
+    assert!(texts[1].contains("rank 0") && texts[1].contains("aborted: maintenance"), "{}", texts[1]);
+}
