@@ -217,3 +217,70 @@ impl nrt::Host for HostState {
         Ok(crate::net::handle(self))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::sync::{Arc, Mutex};
+
+    use crate::abort::AbortToken;
+    use crate::limits::Limits;
+    use crate::tenant::Tenant;
+    use hw_bridge::device::{DeviceConfig, DeviceModel, HostMem, IncrementRegister};
+
+    fn state() -> HostState {
+        let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
+        let tenant = Tenant::new("t".into(), 0, Limits::default(), device, BTreeMap::new(), 1 << 20).unwrap();
+        HostState::new(tenant, None, AbortToken::new().unwrap(), None)
+    }
+
+    /// Proves INV-13.
+    #[test]
+    fn only_the_send_size_is_reshaped() {
+        let mut s = state();
+        let mem = HostMem::new(4).unwrap();
+        for r in 0..4i32 {
+            mem.set_send(r, 10 + r as u32, 100 + r as u32).unwrap();
+            mem.set_recv_offset(r, 200 + r as u32).unwrap();
+        }
+        let shared = Arc::new(Mutex::new(mem));
+        let handle = s.add(HostMemObject(shared.clone())).unwrap();
+        let borrow = || Resource::<HostMemObject>::new_borrow(handle.rep());
+        // Size 2, rank 3: with the operands in the callback's order the answer would be count[2] * 3 = 36.
+        assert_eq!(nec::Host::nec_get_dynamic_send_size_bytes(&mut s, borrow(), 2, 3, 4).unwrap(), 13 * 2);
+        // The world size is dropped: a wrong one changes nothing.
+        assert_eq!(nec::Host::nec_get_dynamic_send_size_bytes(&mut s, borrow(), 2, 3, 99).unwrap(), 13 * 2);
+        assert_eq!(nec::Host::nec_get_dynamic_send_offset_bytes(&mut s, borrow(), 2, 3, 4).unwrap(), 103 * 2);
+        assert_eq!(nec::Host::nec_get_dynamic_recv_offset_bytes(&mut s, borrow(), 2, 3, 4).unwrap(), 203 * 2);
+        // The offset getters pass all four on: a wrong world size is noticed.
+        assert!(nec::Host::nec_get_dynamic_send_offset_bytes(&mut s, borrow(), 2, 3, 99).is_err());
+        nec::Host::nec_set_recv_size_bytes(&mut s, borrow(), 40, 8, 1, 4).unwrap();
+        assert_eq!(lock(&shared).recv_count(1).unwrap(), 5);
+    }
+
+    /// Proves INV-12.
+    #[test]
+    fn the_semaphore_callback_only_stores() {
+        let mut s = state();
+        let register = Arc::new(IncrementRegister::recording(8));
+        let handle = s.add(SemaphoreObject(register.clone())).unwrap();
+        for v in [3, 4] {
+            nec::Host::nec_inc_semaphore(&mut s, Resource::new_borrow(handle.rep()), v).unwrap();
+        }
+        assert_eq!(register.recorded(), [3, 4]);
+        assert_eq!(register.value(), 7);
+    }
+
+    #[test]
+    fn what_the_original_asserts_ends_the_caller() {
+        let mut s = state();
+        let e = nec::Host::nec_mla_idx_to_rid(&mut s, 0, 40).unwrap_err().to_string();
+        assert!(e.contains("nec_mla_idx_to_rid"), "{e}");
+        assert!(nec::Host::nec_is_mla_available(&mut s, -1, 0).is_err());
+        // A bad argument of a callback with a status is an answer, with its sentence.
+        assert!(nec::Host::nec_build_port_and_rid_map(&mut s, 0, vec![0], vec![0, 1]).unwrap().is_err());
+        assert!(nec::Host::nec_get_device_pci_bdf(&mut s, 99).unwrap().is_err());
+        assert_eq!(s.take_causes().0.len(), 2);
+    }
+}

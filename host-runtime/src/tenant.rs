@@ -23,6 +23,7 @@ pub struct Counters {
     host_calls: AtomicU64,
     traps: AtomicU64,
     entries: AtomicU64,
+    tasks: AtomicU64,
 }
 
 impl Counters {
@@ -41,6 +42,15 @@ impl Counters {
 
     pub(crate) fn entry(&self) {
         self.entries.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn task(&self) {
+        self.tasks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Background tasks started.
+    pub fn tasks(&self) -> u64 {
+        self.tasks.load(Ordering::Relaxed)
     }
 
     /// Crossings so far, host to guest and guest to host.

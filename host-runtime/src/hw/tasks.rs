@@ -78,6 +78,7 @@ impl HostState {
         };
         match std::thread::Builder::new().name(format!("wccl-{kind:.9}")).spawn(body) {
             Ok(thread) => {
+                tenant.counters.task();
                 tasks.push(Task { abort, thread });
                 Ok(())
             }

@@ -45,17 +45,20 @@ pub struct CommOptions {
     pub abort: Option<AbortToken>,
     /// Deadline of an operation, if not the runtime's.
     pub timeout: Option<Duration>,
+    /// Build the ring graph and connect it. Without, the communicator has bootstrap messages and no collectives, until
+    /// [`Communicator::build_graph`].
+    pub graph: bool,
 }
 
 impl CommOptions {
     /// Joins by id.
     pub fn with_id(id: [u8; ID_BYTES], rank: usize, nranks: usize) -> CommOptions {
-        CommOptions { rendezvous: Rendezvous::Id(id), rank, nranks, abort: None, timeout: None }
+        CommOptions { rendezvous: Rendezvous::Id(id), rank, nranks, abort: None, timeout: None, graph: true }
     }
 
     /// Joins the global group of a root.
     pub fn with_root(root: impl Into<String>, rank: usize, nranks: usize) -> CommOptions {
-        CommOptions { rendezvous: Rendezvous::Root(root.into()), rank, nranks, abort: None, timeout: None }
+        CommOptions { rendezvous: Rendezvous::Root(root.into()), rank, nranks, abort: None, timeout: None, graph: true }
     }
 }
 
@@ -133,20 +136,34 @@ impl Communicator {
             let (r, m) = (core.rank, core.nranks);
             return Err(bad(format!("the plugin made rank {r} of {m}, rank {rank} of {n} was asked for")));
         }
-        let comm = |handle| Resource::<CommunicatorObject>::new_borrow(handle);
-        forward.build_graph_comm(Some(&instance), comm(handle))?;
-        let info = forward.get_comm_info(Some(&instance), comm(handle), true)?;
-        let rings = check_rings(&info, rank, n)?;
-        Ok(Communicator {
+        let info = forward.get_comm_info(Some(&instance), Resource::new_borrow(handle), true)?;
+        let mut made = Communicator {
             runtime: runtime.clone(),
             core,
             control: RwLock::new(Control { instance, handle }),
             info,
-            rings,
+            rings: Vec::new(),
             logical_core,
             timeout: o.timeout.unwrap_or(inner.config.timeout),
             schedules: Mutex::default(),
-        })
+        };
+        if o.graph {
+            made.build_graph()?;
+        }
+        Ok(made)
+    }
+
+    /// Has the library build the ring graph and connect it (slot 4), and takes its rings over. All ranks call it; a graph
+    /// that is built stays.
+    ///
+    /// # Errors
+    /// [`Error::Entry`] (no transport between two ranks, say), [`Error::Stopped`], [`Error::Usage`] for a wrong plan.
+    pub fn build_graph(&mut self) -> Result<(), Error> {
+        self.entry(|f, i, c| f.build_graph_comm(Some(i), c))?;
+        let info = self.query_info()?;
+        self.rings = check_rings(&info, self.core.rank, self.core.nranks)?;
+        self.info = info;
+        Ok(())
     }
 
     /// This rank.
@@ -376,6 +393,10 @@ impl Communicator {
     fn collective(&mut self, io: Io<'_>, mut call: Call) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
         self.check_call(&call)?;
+        if n > 1 && self.rings.is_empty() {
+            let name = call.op.name();
+            return Err(bad(format!("{name} on rank {rank}: the communicator has no rings; call build_graph on all ranks first")));
+        }
         let too_large = || {
             bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype))
         };

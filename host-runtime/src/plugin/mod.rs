@@ -130,3 +130,99 @@ fn functions(engine: &wasmtime::Engine, item: &ComponentItem) -> Vec<String> {
         _ => Vec::new(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+    use std::sync::{Mutex, OnceLock};
+    use std::time::Duration;
+
+    use crate::abort::AbortToken;
+    use crate::error::Error;
+    use crate::limits::Limits;
+    use crate::tenant::Tenant;
+    use hw_bridge::device::{DeviceConfig, DeviceModel};
+
+    const CALLS_BACK: &str = r#"(component
+        (import "callback" (func $callback))
+        (core func $lowered (canon lower (func $callback)))
+        (core module $m
+            (import "" "callback" (func $callback))
+            (func (export "entry") call $callback)
+            (func (export "spin") (loop br 0)))
+        (core instance $i (instantiate $m (with "" (instance (export "callback" (func $lowered))))))
+        (func (export "entry") (canon lift (core func $i "entry")))
+        (func (export "spin") (canon lift (core func $i "spin"))))"#;
+
+    fn instance(limits: Limits, callback: impl Fn() + Send + Sync + 'static) -> (Arc<Instance>, Arc<Tenant>) {
+        let engine = engine::engine().unwrap();
+        let component = Component::new(engine, wat::parse_str(CALLS_BACK).unwrap()).unwrap();
+        let mut linker = Linker::<HostState>::new(engine);
+        linker
+            .root()
+            .func_wrap("callback", move |_, (): ()| {
+                callback();
+                Ok(())
+            })
+            .unwrap();
+        let pre = linker.instantiate_pre(&component).unwrap();
+        let library = Arc::new(Library { name: "calls-back".into(), digest: String::new(), bytes: 0, component, pre });
+        let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
+        let tenant = Tenant::new("t".into(), 0, limits, device, BTreeMap::new(), 1 << 20).unwrap();
+        let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
+        (Instance::new(&library, state).unwrap(), tenant)
+    }
+
+    fn call(i: &Instance, name: &str) -> Result<(), Error> {
+        let index = i.library().component.get_export_index(None, name).unwrap();
+        i.with("entry", |store, instance| {
+            let f = instance.get_typed_func::<(), ()>(&mut *store, &index)?;
+            f.call(store, ())
+        })
+        .map(|_| ())
+    }
+
+    /// Proves INV-10.
+    #[test]
+    fn an_instance_on_the_stack_is_never_entered_again() {
+        let cell: Arc<OnceLock<Arc<Instance>>> = Arc::default();
+        let seen: Arc<Mutex<Vec<String>>> = Arc::default();
+        let (inner, log) = (cell.clone(), seen.clone());
+        let (outer, _) = instance(Limits::default(), move || {
+            let again = call(inner.get().unwrap(), "entry").unwrap_err();
+            log.lock().unwrap().push(again.to_string());
+        });
+        cell.set(outer.clone()).unwrap();
+        // The refusal is the callback's to handle; the outer call goes on, and the instance serves again.
+        for round in 1..=2 {
+            call(&outer, "entry").unwrap();
+            let texts = seen.lock().unwrap();
+            assert_eq!(texts.len(), round);
+            assert!(texts[0].contains("from inside one of its own callbacks"), "{}", texts[0]);
+        }
+    }
+
+    #[test]
+    fn another_instance_may_be_entered_from_a_callback() {
+        let (other, _) = instance(Limits::default(), || {});
+        let (outer, _) = instance(Limits::default(), move || call(&other, "entry").unwrap());
+        call(&outer, "entry").unwrap();
+    }
+
+    #[test]
+    fn guest_time_is_bounded_a_call_and_host_time_does_not_count() {
+        let limits = Limits { call: Duration::from_millis(100), ..Limits::default() };
+        // Each callback takes longer than the whole budget of the guest.
+        let (slow_host, tenant) = instance(limits, || std::thread::sleep(Duration::from_millis(250)));
+        for _ in 0..2 {
+            call(&slow_host, "entry").unwrap();
+        }
+        assert!(tenant.counters.component_calls() >= 4);
+        let e = call(&slow_host, "spin").unwrap_err().to_string();
+        assert!(e.contains("100ms of guest time"), "{e}");
+        let e = call(&slow_host, "entry").unwrap_err().to_string();
+        assert!(e.contains("already stopped"), "{e}");
+        assert_eq!(tenant.counters.traps(), 1);
+    }
+}

@@ -1,0 +1,102 @@
+//! One rank in a process of its own, for the tests across processes. `rank MODE`; RANK, WORLD_SIZE and
+//! NEURON_RT_ROOT_COMM_ID say who it is. Prints `ready` once it is in the group, then what the mode says.
+
+use std::io::Write;
+
+use anyhow::{Context, Result, bail, ensure};
+use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use host_runtime::{DataType, ReduceOp};
+
+fn number(name: &str) -> Result<usize> {
+    std::env::var(name)
+        .with_context(|| format!("{name} is not set"))?
+        .parse()
+        .with_context(|| format!("{name} is no number"))
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    // A launcher that is gone does not read.
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+fn main() {
+    if let Err(e) = run() {
+        say(&format!("error: {e:#}"));
+        std::process::exit(1);
+    }
+}
+
+fn run() -> Result<()> {
+    let mode = std::env::args().nth(1).unwrap_or_default();
+    let (rank, n) = (number("RANK")?, number("WORLD_SIZE")?);
+    let root = std::env::var("NEURON_RT_ROOT_COMM_ID")?;
+    let mut config = RuntimeConfig::from_env()?;
+    config.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
+    let runtime = Runtime::open(config)?;
+    if let Some(e) = runtime.load_error() {
+        bail!("{}", e.sentinel);
+    }
+    let graph = mode != "bootstrap";
+    let mut comm = runtime.init_comm(CommOptions { graph, ..CommOptions::with_root(root, rank, n) })?;
+    say("ready");
+    match mode.as_str() {
+        "bootstrap" => bootstrap(&mut comm, &runtime),
+        "loop" => loop_for_ever(&mut comm),
+        "late" => {
+            // The last rank never comes to the second operation.
+            comm.barrier()?;
+            if rank == n - 1 {
+                std::thread::sleep(std::time::Duration::from_secs(60));
+            }
+            Ok(comm.barrier()?)
+        }
+        "once" => {
+            let mut ones = vec![1u8; 3000];
+            comm.all_reduce(Io::HostInPlace(&mut ones), 3000, DataType::Uint8, ReduceOp::Sum)?;
+            ensure!(ones.iter().all(|v| usize::from(*v) == n), "wrong sum");
+            say("done");
+            Ok(())
+        }
+        _ => bail!("unknown mode `{mode}`"),
+    }
+}
+
+/// Messages over the bootstrap of a group that may span modelled servers; then the graph, which needs a network there.
+fn bootstrap(comm: &mut Communicator, runtime: &Runtime) -> Result<()> {
+    let (rank, n) = (comm.rank(), comm.nranks());
+    let info = comm.info();
+    ensure!(info.rings.is_empty(), "rings before the graph was built");
+    say(&format!(
+        "info cluster {} epoch {} node {} of {} local {}",
+        info.cluster_id, info.epoch, info.node, info.node_n, info.local_rank_n
+    ));
+    say(&format!("tasks {}", runtime.tenant().counters.tasks()));
+    let all = comm.bootstrap_all_gather(&[rank as u8; 17])?;
+    let expected: Vec<u8> = (0..n).flat_map(|r| [r as u8; 17]).collect();
+    ensure!(all == expected, "all-gather differs");
+    // Every pair, both ways, in the same order on all ranks.
+    for distance in 1..n {
+        let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
+        comm.bootstrap_send(to as i32, &[rank as u8, distance as u8])?;
+        ensure!(comm.bootstrap_recv(from as i32, 2)? == [from as u8, distance as u8], "message of rank {from} differs");
+    }
+    say("messages ok");
+    match comm.build_graph() {
+        Ok(()) => {
+            comm.barrier()?;
+            say("graph ok");
+        }
+        Err(e) => say(&format!("graph: {e}")),
+    }
+    // Nobody leaves while others still exchange.
+    let _ = comm.bootstrap_all_gather(&[0]);
+    Ok(())
+}
+
+fn loop_for_ever(comm: &mut Communicator) -> Result<()> {
+    let t = comm.tensor(1 << 20)?;
+    loop {
+        comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Max)?;
+    }
+}

@@ -1,0 +1,295 @@
+//! Ranks as processes: bootstrap over modelled servers, deaths, ranks that never come, and what is left behind.
+
+mod common;
+
+use std::collections::HashSet;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use common::{config, free_port, world};
+use host_runtime::nrt::{CommOptions, Runtime};
+
+/// A rank's process and the lines it prints.
+struct Rank {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Rank {
+    /// The next line; a rank that says nothing for long fails the test.
+    fn line(&self) -> String {
+        self.lines.recv_timeout(Duration::from_secs(60)).expect("a line of the rank")
+    }
+
+    fn rest(&self) -> Vec<String> {
+        let mut all = Vec::new();
+        while let Ok(l) = self.lines.recv_timeout(Duration::from_secs(60)) {
+            all.push(l);
+        }
+        all
+    }
+}
+
+fn start(mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
+    start_at(&format!("127.0.0.1:{}", free_port()), mode, n, vars)
+}
+
+fn start_at(root: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
+    (0..n)
+        .map(|rank| {
+            let mut child = Command::new(env!("CARGO_BIN_EXE_rank"))
+                .arg(mode)
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", n.to_string())
+                .env("NEURON_RT_ROOT_COMM_ID", root)
+                .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
+                .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
+                .envs(vars.iter().copied())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let out = BufReader::new(child.stdout.take().unwrap());
+            let (tx, lines) = channel();
+            std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
+            Rank { child, lines }
+        })
+        .collect()
+}
+
+/// Small modelled servers: one trn1 accelerator of two cores each.
+const SMALL: [(&str, &str); 3] = [
+    ("NEURON_RT_FAKE_INSTANCE_TYPE", "trn1.2xlarge"),
+    ("NEURON_DEVICE_COUNT", "1"),
+    ("NEURON_RT_DBG_VIRTUAL_SERVER_SIZE", "2"),
+];
+
+/// Proves INV-22, INV-23, INV-25.
+#[test]
+fn hierarchical_bootstrap_over_small_servers() {
+    for n in [4usize, 8] {
+        let ranks = start("bootstrap", n, &SMALL);
+        let mut groups = HashSet::new();
+        for (r, rank) in ranks.iter().enumerate() {
+            assert_eq!(rank.line(), "ready", "rank {r}");
+            let info = rank.line();
+            let (group, place) = info.split_once(" node ").unwrap();
+            groups.insert(group.to_string());
+            assert_eq!(place, format!("{} of {} local 2", r / 2, n / 2), "rank {r}");
+            // Rank 0 starts the root; the first rank of every server starts its local root; nobody else starts anything.
+            let tasks = usize::from(r == 0) + usize::from(r % 2 == 0);
+            assert_eq!(rank.line(), format!("tasks {tasks}"), "rank {r}");
+            assert_eq!(rank.line(), "messages ok", "rank {r}");
+        }
+        assert_eq!(groups.len(), 1, "cluster id and epoch are the group's: {groups:?}");
+        // Across servers a ring edge needs the network, and there is no net plugin: the original's terminal message.
+        let graphs: Vec<String> = ranks.iter().map(Rank::line).collect();
+        assert!(
+            graphs.iter().any(|g| g.contains("No transport found between devices")
+                && g.contains("Possible replica group misconfiguration")),
+            "{graphs:?}"
+        );
+    }
+}
+
+/// Proves INV-23.
+#[test]
+fn a_group_that_fits_one_server_is_flat() {
+    let ranks = start("bootstrap", 2, &SMALL[..2]);
+    for (r, rank) in ranks.iter().enumerate() {
+        assert_eq!(rank.line(), "ready");
+        assert!(rank.line().ends_with("node 0 of 1 local 2"));
+        assert_eq!(rank.line(), format!("tasks {}", usize::from(r == 0)));
+        assert_eq!(rank.line(), "messages ok");
+        assert_eq!(rank.line(), "graph ok");
+    }
+}
+
+/// A group by id is never global, so it is flat however large it is, and its root is started where the id was made.
+///
+/// Proves INV-22, INV-23.
+#[test]
+fn a_group_by_id_is_flat_even_beyond_one_server() {
+    let mut c = config();
+    let vars = |name: &str| SMALL.iter().find(|v| v.0 == name).map(|v| v.1.to_string());
+    c.device = hw_bridge::device::DeviceConfig::from_vars(vars).unwrap();
+    c.virtual_server_size = 2;
+    let maker = Runtime::open(c.clone()).unwrap();
+    let id = maker.unique_id(4).unwrap();
+    let ranks: Vec<_> = (0..4)
+        .map(|rank| {
+            let c = c.clone();
+            std::thread::spawn(move || {
+                let runtime = Runtime::open(c).unwrap();
+                let options = CommOptions { graph: false, ..CommOptions::with_id(id, rank, 4) };
+                let comm = runtime.init_comm(options).unwrap();
+                let all = comm.bootstrap_all_gather(&[rank as u8]).unwrap();
+                assert_eq!(all, [0, 1, 2, 3]);
+                runtime.tenant().counters.tasks()
+            })
+        })
+        .collect();
+    let tasks: Vec<u64> = ranks.into_iter().map(|t| t.join().unwrap()).collect();
+    assert_eq!(tasks, [0, 0, 0, 0]);
+    assert_eq!(maker.tenant().counters.tasks(), 1);
+}
+
+/// The graph belongs to its own entry: init leaves no rings, with and without the graph bypassed, and building them twice
+/// changes nothing.
+///
+/// Proves INV-55.
+#[test]
+fn the_graph_is_built_by_its_own_entry_only() {
+    let root = format!("127.0.0.1:{}", free_port());
+    let ranks: Vec<_> = (0..2)
+        .map(|rank| {
+            let root = root.clone();
+            std::thread::spawn(move || {
+                let runtime = Runtime::open(config()).unwrap();
+                let options = CommOptions { graph: false, ..CommOptions::with_root(root, rank, 2) };
+                let mut comm = runtime.init_comm(options).unwrap();
+                assert!(comm.info().rings.is_empty() && comm.query_info().unwrap().rings.is_empty());
+                assert!(comm.ring_connector(0, true).is_err());
+                let e = comm.barrier().unwrap_err().to_string();
+                assert!(e.contains("build_graph"), "{e}");
+                comm.build_graph().unwrap();
+                let rings = comm.rings().to_vec();
+                assert!(!rings.is_empty());
+                comm.ring_connector(0, true).unwrap();
+                comm.build_graph().unwrap();
+                assert_eq!(comm.rings(), rings);
+                comm.barrier().unwrap();
+            })
+        })
+        .collect();
+    ranks.into_iter().for_each(|t| t.join().unwrap());
+}
+
+/// After a P2P connect the host does nothing for it: no proxy, no semaphore, no call of the component.
+///
+/// Proves INV-85.
+#[test]
+fn nothing_works_for_a_connected_p2p_edge() {
+    world(2, &config(), |mut comm| {
+        comm.barrier().unwrap();
+        let calls = comm.runtime().component_calls();
+        let mut buf = vec![1u8; 100_000];
+        for _ in 0..20 {
+            comm.all_gather(host_runtime::nrt::Io::HostInPlace(&mut buf), 50_000, host_runtime::DataType::Uint8)
+                .unwrap();
+        }
+        assert_eq!(comm.runtime().component_calls(), calls);
+        let mut proxy = comm.core().proxy.lock().unwrap();
+        for stream in 0..4 {
+            assert_eq!(proxy.progress(stream, 0).unwrap(), (true, true), "nothing was ever queued");
+        }
+        // And nothing could be: a P2P communicator has no network connector.
+        assert!(proxy.start(0, 0, &[0; 96], &[], &[]).unwrap_err().to_string().contains("no network connector"));
+    });
+}
+
+/// Killing one rank in mid-run ends the others within two seconds, and they name it.
+#[test]
+fn a_killed_rank_is_named_by_the_others_at_once() {
+    let mut ranks = start("loop", 3, &[]);
+    for r in &ranks {
+        assert_eq!(r.line(), "ready");
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    let pid = ranks[1].child.id();
+    let begun = Instant::now();
+    ranks[1].child.kill().unwrap();
+    for r in [0, 2] {
+        let rest = ranks[r].rest();
+        assert!(begun.elapsed() < Duration::from_secs(2), "rank {r} took {:?}", begun.elapsed());
+        let said = rest.last().unwrap();
+        assert!(
+            said.starts_with("error:") && said.contains("rank 1") && said.contains(&format!("pid {pid}")),
+            "{said}"
+        );
+        assert!(!ranks[r].child.wait().unwrap().success());
+    }
+}
+
+/// Proves INV-26.
+#[test]
+fn a_rank_that_never_starts_is_named_when_the_bootstrap_times_out() {
+    let root = format!("127.0.0.1:{}", free_port());
+    let mut c = config();
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "1500".into());
+    let runtime = Runtime::open(c).unwrap();
+    let begun = Instant::now();
+    let e = runtime.init_comm(CommOptions::with_root(root, 0, 3)).unwrap_err().to_string();
+    assert!(e.contains("1/3 ranks joined") && e.contains("missing 1, 2"), "{e}");
+    assert!(begun.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_rank_that_comes_too_late_is_named_by_the_operation() {
+    let ranks = start("late", 3, &[("WCCL_TIMEOUT_MS", "700")]);
+    for r in &ranks[..2] {
+        assert_eq!(r.line(), "ready");
+        let said = r.line();
+        assert!(said.contains("rank 2") && said.contains("operation #2 (barrier)"), "{said}");
+    }
+}
+
+/// Nothing is left of a killed group: no process, no file in the shared-memory file system, no listening port.
+#[test]
+fn a_killed_group_leaves_nothing_behind() {
+    let shm = || -> HashSet<_> {
+        std::fs::read_dir("/dev/shm").map(|d| d.flatten().map(|e| e.file_name()).collect()).unwrap_or_default()
+    };
+    let before = shm();
+    let mut ranks = start("loop", 2, &[]);
+    for r in &ranks {
+        assert_eq!(r.line(), "ready");
+    }
+    // What the two hold: inodes of their sockets.
+    let held: HashSet<String> = ranks
+        .iter()
+        .flat_map(|r| std::fs::read_dir(format!("/proc/{}/fd", r.child.id())).unwrap().flatten())
+        .filter_map(|fd| std::fs::read_link(fd.path()).ok())
+        .filter_map(|to| Some(to.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_string()))
+        .collect();
+    let open = || {
+        let mut all = HashSet::new();
+        for table in ["unix", "tcp", "tcp6"] {
+            let text = std::fs::read_to_string(format!("/proc/net/{table}")).unwrap();
+            all.extend(text.split_whitespace().map(str::to_string));
+        }
+        all
+    };
+    assert!(!held.is_disjoint(&open()), "the ranks listen and are connected");
+    let pids: Vec<u32> = ranks.iter().map(|r| r.child.id()).collect();
+    for r in &mut ranks {
+        r.child.kill().unwrap();
+        r.child.wait().unwrap();
+    }
+    assert_eq!(shm(), before);
+    let now = open();
+    assert!(held.iter().all(|inode| !now.contains(inode)), "sockets are left");
+    for pid in pids {
+        assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists());
+    }
+}
+
+/// A fixed port may be used again and again.
+#[test]
+fn repeated_runs_on_one_port() {
+    let root = format!("127.0.0.1:{}", free_port());
+    for _ in 0..5 {
+        let ranks = start_at(&root, "once", 2, &[]);
+        for r in &ranks {
+            assert_eq!((r.line(), r.line()), ("ready".into(), "done".into()));
+        }
+    }
+}
