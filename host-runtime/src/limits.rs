@@ -61,6 +61,8 @@ pub struct Limits {
     pub table: usize,
     /// Guest time of one call, host functions not counted.
     pub call: Duration,
+    /// Time of one call in all, waits in host functions included: many bounded waits must not add up to for ever.
+    pub wall: Duration,
     /// How long a call waits for another call of the same instance to end.
     pub entry: Duration,
     /// Bytes that one host call may hand over in lists and strings.
@@ -83,6 +85,7 @@ impl Default for Limits {
             memory: 64 << 20,
             table: 10_000,
             call: Duration::from_secs(20),
+            wall: Duration::from_secs(600),
             entry: Duration::from_secs(120),
             hostcall_bytes: 16 << 20,
             communicators: 256,

@@ -10,8 +10,6 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
-use wasmtime::component::ComponentExportIndex;
-
 pub use slots::{EXEMPT, NAMES, ORIGINALS};
 
 use crate::abort::AbortToken;
@@ -36,7 +34,6 @@ pub struct Loaded {
     pub version: Version,
     /// 0 for the first load, one more after each swap.
     pub generation: u64,
-    slots: [ComponentExportIndex; 37],
 }
 
 /// `nec_version_info_t` as the probe filled it; absent fields read as zero, as in the zero-filled original.
@@ -153,8 +150,8 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
             }
         }
     }
-    let slots = slots.try_into().map_err(|_| failed("the slot table is not 37 entries".into()))?;
-    Ok(Loaded { library, instance, version, generation: 0, slots })
+    library.set_slots(slots.try_into().map_err(|_| failed("the slot table is not 37 entries".into()))?);
+    Ok(Loaded { library, instance, version, generation: 0 })
 }
 
 impl Loaded {
@@ -173,11 +170,6 @@ impl Loaded {
             cause,
             causes: Vec::new(),
         })
-    }
-
-    /// The host side of slot `slot`.
-    pub(crate) fn slot(&self, slot: usize) -> &ComponentExportIndex {
-        &self.slots[slot]
     }
 }
 
@@ -278,8 +270,8 @@ impl Forward {
                 return Err(Error::NotLoaded { entry: "ncclGetVersionInfo", sentinel });
             }
         };
-        let call =
-            loaded.instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", loaded.slot(0), (VERSION_INFO_BYTES,));
+        let probe = slots::index(&loaded.instance, 0, "neuronGetVersionInfo")?;
+        let call = loaded.instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", probe, (VERSION_INFO_BYTES,));
         Ok(Version::from(&call?.0))
     }
 }

@@ -52,7 +52,8 @@ macro_rules! slots {
                 pub fn $wrapper(&self, instance: Option<&Instance> $(, $p: $t)*) -> Result<$r, Error> {
                     let loaded = self.$guard($orig)?;
                     let instance = instance.unwrap_or(&loaded.instance);
-                    finish($orig, instance, instance.call::<($($t,)*), Answer<$r>>($orig, loaded.slot($n), ($($p,)*))?)
+                    let index = index(instance, $n, $orig)?;
+                    finish($orig, instance, instance.call::<($($t,)*), Answer<$r>>($orig, index, ($($p,)*))?)
                 }
             )*
 
@@ -67,6 +68,17 @@ macro_rules! slots {
 
 /// The two wrappers without a guard.
 pub const EXEMPT: [&str; 2] = ["neuronGetVersionInfo", "neuronNetworkProxyProgress"];
+
+/// The entry of an instance's own library: after a swap an old instance is still called through the old indices.
+pub(super) fn index<'a>(
+    instance: &'a Instance,
+    slot: usize,
+    entry: &'static str,
+) -> Result<&'a ComponentExportIndex, Error> {
+    let missing =
+        || Error::NotLoaded { entry, sentinel: format!("slot {slot} of {} is empty", instance.library().name) };
+    instance.library().slot(slot).ok_or_else(missing)
+}
 
 fn finish<T>(entry: &'static str, instance: &Instance, answer: (Answer<T>, Vec<String>)) -> Result<T, Error> {
     let (answer, causes) = answer;

@@ -395,7 +395,9 @@ impl Communicator {
         self.check_call(&call)?;
         if n > 1 && self.rings.is_empty() {
             let name = call.op.name();
-            return Err(bad(format!("{name} on rank {rank}: the communicator has no rings; call build_graph on all ranks first")));
+            return Err(bad(format!(
+                "{name} on rank {rank}: the communicator has no rings; call build_graph on all ranks first"
+            )));
         }
         let too_large = || {
             bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype))

@@ -10,7 +10,7 @@ mod instance;
 pub mod state;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use wasmtime::component::types::ComponentItem;
 use wasmtime::component::{Component, ComponentExportIndex, InstancePre, Linker};
@@ -31,6 +31,9 @@ pub struct Library {
     pub bytes: u64,
     component: Component,
     pre: InstancePre<HostState>,
+    /// The 37 entries, once the gate was passed. Indices are the component's own: they stand here so that an instance is
+    /// only ever called through those of its library.
+    slots: OnceLock<[ComponentExportIndex; 37]>,
 }
 
 impl std::fmt::Debug for Library {
@@ -84,7 +87,14 @@ impl Library {
             format!("an import has another type than this host serves: {e:#}; rebuild the plugin against wit/ of this release")
         })?;
         let digest = cache::content_hash(bytes);
-        Ok(Arc::new(Library { name: name.to_string(), digest, bytes: bytes.len() as u64, component, pre }))
+        Ok(Arc::new(Library {
+            name: name.to_string(),
+            digest,
+            bytes: bytes.len() as u64,
+            component,
+            pre,
+            slots: OnceLock::new(),
+        }))
     }
 
     /// Imports by name, each with its functions.
@@ -115,6 +125,17 @@ impl Library {
         matches!(item, ComponentItem::ComponentFunc(_)).then_some(index)
     }
 
+    /// Notes the 37 entries; the first time counts.
+    pub(crate) fn set_slots(&self, slots: [ComponentExportIndex; 37]) {
+        // A library is resolved once, by the loader that made it.
+        let _ = self.slots.set(slots);
+    }
+
+    /// The entry of slot `slot`; absent in a library that has not passed the gate.
+    pub(crate) fn slot(&self, slot: usize) -> Option<&ComponentExportIndex> {
+        self.slots.get()?.get(slot)
+    }
+
     pub(crate) fn pre(&self) -> &InstancePre<HostState> {
         &self.pre
     }
@@ -135,7 +156,7 @@ fn functions(engine: &wasmtime::Engine, item: &ComponentItem) -> Vec<String> {
 mod tests {
     use super::*;
     use std::collections::BTreeMap;
-    use std::sync::{Mutex, OnceLock};
+    use std::sync::Mutex;
     use std::time::Duration;
 
     use crate::abort::AbortToken;
@@ -150,10 +171,12 @@ mod tests {
         (core module $m
             (import "" "callback" (func $callback))
             (func (export "entry") call $callback)
-            (func (export "spin") (loop br 0)))
+            (func (export "spin") (loop br 0))
+            (func (export "chat") (loop call $callback br 0)))
         (core instance $i (instantiate $m (with "" (instance (export "callback" (func $lowered))))))
         (func (export "entry") (canon lift (core func $i "entry")))
-        (func (export "spin") (canon lift (core func $i "spin"))))"#;
+        (func (export "spin") (canon lift (core func $i "spin")))
+        (func (export "chat") (canon lift (core func $i "chat"))))"#;
 
     fn instance(limits: Limits, callback: impl Fn() + Send + Sync + 'static) -> (Arc<Instance>, Arc<Tenant>) {
         let engine = engine::engine().unwrap();
@@ -167,7 +190,14 @@ mod tests {
             })
             .unwrap();
         let pre = linker.instantiate_pre(&component).unwrap();
-        let library = Arc::new(Library { name: "calls-back".into(), digest: String::new(), bytes: 0, component, pre });
+        let library = Arc::new(Library {
+            name: "calls-back".into(),
+            digest: String::new(),
+            bytes: 0,
+            component,
+            pre,
+            slots: OnceLock::new(),
+        });
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
         let tenant = Tenant::new("t".into(), 0, limits, device, BTreeMap::new(), 1 << 20).unwrap();
         let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
@@ -224,5 +254,17 @@ mod tests {
         let e = call(&slow_host, "entry").unwrap_err().to_string();
         assert!(e.contains("already stopped"), "{e}");
         assert_eq!(tenant.counters.traps(), 1);
+    }
+
+    /// A guest that always comes out before a tick has passed is bounded all the same, by its own time and in all.
+    #[test]
+    fn a_loop_over_host_calls_is_bounded() {
+        let (quick, _) = instance(Limits { call: Duration::from_millis(50), ..Limits::default() }, || {});
+        let e = call(&quick, "chat").unwrap_err().to_string();
+        assert!(e.contains("50ms of guest time"), "{e}");
+        let limits = Limits { wall: Duration::from_millis(200), ..Limits::default() };
+        let (slow, _) = instance(limits, || std::thread::sleep(Duration::from_millis(20)));
+        let e = call(&slow, "chat").unwrap_err().to_string();
+        assert!(e.contains("200ms in all"), "{e}");
     }
 }

@@ -1,7 +1,7 @@
 //! What a store holds for its guest: handles, limits, the call's budget, and the sentences of what went wrong.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use wasmtime::component::{Resource, ResourceTable};
 use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
@@ -9,7 +9,7 @@ use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
 use crate::abort::AbortToken;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::rendezvous::Published;
-use crate::limits::{MAX_CAUSES, TICK};
+use crate::limits::MAX_CAUSES;
 use crate::plugin::Library;
 use crate::status::Status;
 use crate::tenant::Tenant;
@@ -27,7 +27,10 @@ pub struct HostState {
     objects: usize,
     causes: Vec<String>,
     limit: Option<String>,
-    ticks: u64,
+    /// When this call began, when the guest was last entered, and what it has used before that.
+    begun: Instant,
+    entered: Instant,
+    spent: Duration,
     log_window: (Instant, u32),
 }
 
@@ -55,7 +58,9 @@ impl HostState {
             objects: 0,
             causes: Vec::new(),
             limit: None,
-            ticks: 0,
+            begun: Instant::now(),
+            entered: Instant::now(),
+            spent: Duration::ZERO,
             log_window: (Instant::now(), 0),
         }
     }
@@ -68,10 +73,22 @@ impl HostState {
         store.limiter(|s| s);
         store.call_hook(|mut ctx, hook| {
             match hook {
-                CallHook::CallingWasm => ctx.data().tenant.counters.entering(),
-                CallHook::CallingHost => ctx.data().tenant.counters.calling_host(),
-                // Time inside a host function does not count: the next tick is a whole one away again.
-                CallHook::ReturningFromHost => ctx.set_epoch_deadline(1),
+                CallHook::CallingWasm => {
+                    let s = ctx.data_mut();
+                    s.tenant.counters.entering();
+                    s.entered = Instant::now();
+                }
+                CallHook::CallingHost => {
+                    let s = ctx.data_mut();
+                    s.tenant.counters.calling_host();
+                    s.spent += s.entered.elapsed();
+                    s.within_budget()?;
+                }
+                // Time inside a host function does not count as the guest's.
+                CallHook::ReturningFromHost => {
+                    ctx.data_mut().entered = Instant::now();
+                    ctx.set_epoch_deadline(1);
+                }
                 CallHook::ReturningFromWasm => {}
             }
             Ok(())
@@ -82,20 +99,34 @@ impl HostState {
             if s.abort.aborted() {
                 return Err(wasmtime::format_err!("aborted: {}", s.abort.reason()));
             }
-            if s.ticks == 0 {
-                let most = s.tenant.limits.call;
-                s.limit = Some(format!("the call used more than its {most:?} of guest time"));
-                return Ok(UpdateDeadline::Interrupt);
-            }
-            s.ticks -= 1;
+            s.spent += s.entered.elapsed();
+            s.entered = Instant::now();
+            s.within_budget()?;
             Ok(UpdateDeadline::Continue(1))
         });
         store
     }
 
+    /// The two bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by
+    /// the host functions that wait, with a status; only a guest that computes on is ended by it.
+    fn within_budget(&mut self) -> wasmtime::Result<()> {
+        let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
+        let why = if self.spent > call {
+            format!("the call used more than its {call:?} of guest time")
+        } else if self.begun.elapsed() > wall {
+            format!("the call took more than {wall:?} in all, waits included")
+        } else {
+            return Ok(());
+        };
+        self.limit = Some(why.clone());
+        Err(wasmtime::format_err!("{why}"))
+    }
+
     /// Before a call: a fresh budget, no old sentences.
     pub(crate) fn begin_call(&mut self) {
-        self.ticks = (self.tenant.limits.call.as_millis() / TICK.as_millis()).max(1) as u64;
+        self.begun = Instant::now();
+        self.entered = self.begun;
+        self.spent = Duration::ZERO;
         self.causes.clear();
         self.limit = None;
     }
