@@ -25,8 +25,8 @@ pub const BYTE_LISTS: &[(&str, &str, u64)] = &[
     ("neuron:hw/proxy", "start", 1 << 20),
     ("neuron:hw/files", "*", 4 << 20),
     ("neuron:nccom/collectives", "neuron-get-version-info", 16),
-    ("neuron:nccom/collectives", "neuron-bootstrap-send", 65_536),
-    ("neuron:nccom/collectives", "neuron-bootstrap-recv", 65_536),
+    ("neuron:nccom/collectives", "neuron-bootstrap-send", 65_520),
+    ("neuron:nccom/collectives", "neuron-bootstrap-recv", 65_520),
     ("neuron:nccom/collectives", "neuron-bootstrap-all-gather", 4 << 20),
     ("neuron:nccom/collectives", "*", ID_BYTES as u64),
     ("neuron:lifecycle/lifecycle", "*", 1 << 20),
@@ -36,7 +36,8 @@ pub const BYTE_LISTS: &[(&str, &str, u64)] = &[
 
 /// The limit for a byte list of `function` in `interface`.
 pub fn byte_list(interface: &str, function: &str) -> Option<u64> {
-    BYTE_LISTS.iter().find(|(i, f, _)| interface.starts_with(i) && (*f == "*" || *f == function)).map(|row| row.2)
+    let within = |row: &str| interface == row || interface.strip_prefix(row).is_some_and(|rest| rest.starts_with('/'));
+    BYTE_LISTS.iter().find(|(i, f, _)| within(i) && (*f == "*" || *f == function)).map(|row| row.2)
 }
 
 /// Length of one epoch tick: the grain of guest deadlines.

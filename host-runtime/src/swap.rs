@@ -13,6 +13,7 @@ use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::error::Error;
 use crate::forward;
 use crate::hw::objects::CommunicatorObject;
+use crate::limits::byte_list;
 use crate::nrt::{Communicator, Runtime};
 use crate::plugin::Instance;
 
@@ -46,7 +47,7 @@ fn export(old: &Instance, comm: &Resource<CommunicatorObject>) -> Option<(u32, V
         _ => return None,
     }
     match call::<_, Result<Vec<u8>, NrtStatus>>(old, "export-state", (handle(),))? {
-        Ok(Ok(state)) => Some((schema, state)),
+        Ok(Ok(state)) if state.len() as u64 <= byte_list(LIFECYCLE, "export-state").unwrap_or(0) => Some((schema, state)),
         _ => None,
     }
 }

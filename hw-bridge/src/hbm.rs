@@ -94,7 +94,7 @@ impl Hbm {
             self.lock().give(offset, len);
             return Err(e.into());
         }
-        Ok(HbmBuf { hbm: self.clone(), offset, len, bytes })
+        Ok(HbmBuf { hbm: self.clone(), offset, reserved: len, len: bytes })
     }
 
     /// The arena's memory.
@@ -117,8 +117,9 @@ impl Hbm {
 pub struct HbmBuf {
     hbm: Arc<Hbm>,
     offset: u64,
+    /// Whole pages taken from the arena.
+    reserved: u64,
     len: u64,
-    bytes: u64,
 }
 
 impl HbmBuf {
@@ -129,12 +130,12 @@ impl HbmBuf {
 
     /// Bytes asked for.
     pub fn len(&self) -> u64 {
-        self.bytes
+        self.len
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.len == 0
     }
 
     /// Pointer to its first byte.
@@ -144,7 +145,7 @@ impl HbmBuf {
 
     /// Copies `bytes` into the buffer at `offset`; false (and nothing written) if they do not all fit.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> bool {
-        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= self.bytes);
+        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= self.len);
         if fits {
             // SAFETY: the range is inside this allocation (just checked), and `bytes` is private memory.
             unsafe { crate::reduce::copy(self.ptr().add(offset as usize), bytes.as_ptr(), bytes.len()) };
@@ -154,7 +155,7 @@ impl HbmBuf {
 
     /// Copies from the buffer at `offset` into `bytes`; false (and nothing read) if the range is not all inside.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) -> bool {
-        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= self.bytes);
+        let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= self.len);
         if fits {
             // SAFETY: as in `write`.
             unsafe { crate::reduce::copy(bytes.as_mut_ptr(), self.ptr().add(offset as usize), bytes.len()) };
@@ -172,9 +173,9 @@ impl Drop for HbmBuf {
     fn drop(&mut self) {
         // A failed release costs memory, not correctness: the range is committed again before it is reused, but then
         // its old content would show, so it stays allocated instead.
-        match self.hbm.segment.release(self.offset, self.len) {
-            Ok(()) => self.hbm.lock().give(self.offset, self.len),
-            Err(e) => tracing::warn!(offset = self.offset, bytes = self.len, "device memory kept: {e}"),
+        match self.hbm.segment.release(self.offset, self.reserved) {
+            Ok(()) => self.hbm.lock().give(self.offset, self.reserved),
+            Err(e) => tracing::warn!(offset = self.offset, bytes = self.reserved, "device memory kept: {e}"),
         }
     }
 }

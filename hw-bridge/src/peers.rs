@@ -26,7 +26,7 @@ use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::{Bell, publish_fence};
 
-const MAGIC: u64 = 0x31_6c63_6377_6c63_77;
+const MAGIC: u64 = 0x316c_6363_776c_6377;
 const BLOCK_BYTES: usize = 4096;
 const SLOT_STRIDE: usize = SLOT_BYTES + 128;
 const STAGE_AT: usize = (BLOCK_BYTES + SLOTS * SLOT_STRIDE).next_multiple_of(4096);

@@ -375,7 +375,7 @@ mod tests {
                 return Err("rail 0 is gone".into());
             }
             self.next += 1;
-            if self.refuse_every > 0 && self.next % self.refuse_every == 0 {
+            if self.refuse_every > 0 && self.next.is_multiple_of(self.refuse_every) {
                 return Ok(None);
             }
             self.tests.insert(self.next, 0);

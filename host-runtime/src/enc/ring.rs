@@ -44,7 +44,7 @@ impl Lane {
 pub(super) fn build(b: &mut Builder<'_>, rings: &[Vec<usize>]) {
     let n = b.n;
     // A library that planned no rings (or a wrong one: checked when its comm info is taken over) leaves rank order.
-    let natural = vec![(0..n).collect::<Vec<usize>>()];
+    let natural = [(0..n).collect::<Vec<usize>>()];
     let rings = if rings.is_empty() { &natural[..] } else { &rings[..rings.len().min(MAX_RINGS)] };
     let lanes: Vec<Lane> = rings
         .iter()

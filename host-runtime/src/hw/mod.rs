@@ -16,6 +16,7 @@ use wasmtime::component::{HasSelf, Linker, Resource};
 use crate::bindings::neuron::hw::{links, objects as wit_objects, proxy};
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::bindings::{LinkOptions, TransportSwappable};
+use crate::limits::byte_list;
 use crate::plugin::HostState;
 use crate::status::Status;
 use crate::tenant::lock;
@@ -194,6 +195,11 @@ impl proxy::Host for HostState {
         dst: Vec<u8>,
     ) -> Trap<Answer<()>> {
         let comm = self.comm(&comm)?;
+        let most = byte_list("neuron:hw/proxy", "start").unwrap_or(0);
+        if let Some(list) = [&ops, &src, &dst].into_iter().find(|l| l.len() as u64 > most) {
+            let why = format!("a list of network operations has at most {most} bytes, the plugin gave {}", list.len());
+            return Ok(Err(self.fail(Status::INVALID, why)));
+        }
         let started = lock(&comm.proxy).start(stream, block, &ops, &src, &dst);
         Ok(started.map_err(|e| self.fail(Status::INVALID, e.to_string())))
     }

@@ -253,7 +253,7 @@ impl Communicator {
         self.entry(|f, i, c| f.get_peer_device_id(Some(i), c, peer))
     }
 
-    /// Sends a control message over the bootstrap (slot 11), at most 60,000 bytes.
+    /// Sends a control message over the bootstrap (slot 11), at most 65,520 bytes.
     ///
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
@@ -517,7 +517,7 @@ fn device_info(runtime: &Runtime, rank: usize, n: usize) -> Result<NeuronDeviceI
     let config = runtime.config();
     let device = &runtime.tenant().device;
     let size = config.virtual_server_size as usize;
-    if size > 0 && n % size != 0 {
+    if size > 0 && !n.is_multiple_of(size) {
         return Err(Error::Config(format!(
             "NEURON_RT_DBG_VIRTUAL_SERVER_SIZE={size} does not divide the world size {n}"
         )));

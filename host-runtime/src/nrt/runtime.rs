@@ -124,7 +124,9 @@ impl RuntimeConfig {
             c.hbm_bytes = bytes;
         }
         if let Some(ranks) = number("NEURON_RT_DBG_VIRTUAL_SERVER_SIZE")? {
-            c.virtual_server_size = ranks as u32;
+            c.virtual_server_size = u32::try_from(ranks).map_err(|_| {
+                Error::Config(format!("NEURON_RT_DBG_VIRTUAL_SERVER_SIZE={ranks} is more ranks than a world can have"))
+            })?;
         }
         for name in hw::GRANTED {
             if let Some(v) = var(name) {

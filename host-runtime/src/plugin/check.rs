@@ -14,17 +14,17 @@ pub struct ServedInterface {
     /// `package/interface`, without the version.
     pub name: &'static str,
     /// The served version.
-    pub version: (u64, u64, u64),
+    pub version: Numbers,
     /// Whether only types come from it.
     pub types_only: bool,
 }
 
-const fn served(name: &'static str, version: (u64, u64, u64), types_only: bool) -> ServedInterface {
+const fn served(name: &'static str, version: Numbers, types_only: bool) -> ServedInterface {
     ServedInterface { name, version, types_only }
 }
 
-const NRT: (u64, u64, u64) = (2, 0, 0);
-const HW: (u64, u64, u64) = (1, 0, 0);
+const NRT: Numbers = (2, 0, 0);
+const HW: Numbers = (1, 0, 0);
 
 /// What a transport may import.
 pub const TRANSPORT: &[ServedInterface] = &[
@@ -58,6 +58,9 @@ pub const NET: &[ServedInterface] = &[
     served("neuron:hw/log", HW, false),
 ];
 
+/// The types-only interface that every `nccl:net` table uses.
+const NET_TYPES: &str = "nccl:net/types";
+
 /// The 20 callbacks by interface, in the original's order (INV-08).
 pub const CALLBACKS: [(&str, &str); 20] = [
     ("neuron:nrt/nec", "nec-inc-semaphore"),
@@ -82,8 +85,11 @@ pub const CALLBACKS: [(&str, &str); 20] = [
     ("neuron:nrt/nrt", "nrt-get-libnccl-net"),
 ];
 
-/// Splits `a:b/c@1.2.3` into name and version.
-pub fn split_version(import: &str) -> (&str, Option<(u64, u64, u64)>, Option<&str>) {
+/// A version as three numbers.
+pub type Numbers = (u64, u64, u64);
+
+/// Splits `a:b/c@1.2.3` into the name, the version if it is three numbers, and the version's text if there is one.
+pub fn split_version(import: &str) -> (&str, Option<Numbers>, Option<&str>) {
     let Some((name, version)) = import.split_once('@') else { return (import, None, None) };
     let mut numbers = version.split('.').map(|n| n.parse::<u64>());
     let parsed = match (numbers.next(), numbers.next(), numbers.next(), numbers.next()) {
@@ -103,6 +109,10 @@ pub fn imports(
 ) -> Result<(), String> {
     for (import, item) in component.component_type().imports(engine) {
         let (name, version, text) = split_version(import);
+        // The types that the exported tables of a net plug-in share; the package has no version, and nothing is called.
+        if name == NET_TYPES && version.is_none() && std::ptr::eq(interfaces, NET) {
+            continue;
+        }
         let Some(found) = interfaces.iter().find(|s| s.name == name) else {
             return Err(unknown(import, name, interfaces));
         };

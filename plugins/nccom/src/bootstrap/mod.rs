@@ -35,8 +35,8 @@ pub trait Sockets {
     fn now_ms(&self) -> u64;
 }
 
-/// Largest payload of one message.
-pub const MAX_MESSAGE: usize = 60_000;
+/// Largest payload of one message: with its header it is one `send` of the host's sockets.
+pub const MAX_MESSAGE: usize = 65_536 - Header::BYTES;
 
 /// Sends one framed message.
 pub fn send_message<S: Sockets>(s: &S, conn: &S::Conn, kind: Kind, payload: &[u8], ms: u32) -> Result<(), Failure> {
