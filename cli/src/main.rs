@@ -1,2 +1,143 @@
-//! Skeleton.
-fn main() {}
+//! `wccl`: collectives whose transport logic is a sandboxed WebAssembly component.
+//!
+//! One file a subcommand; what they share lies in rooms of its own.
+//!
+//! | room | owns |
+//! |---|---|
+//! | `demo`, `bench`, `peer`, `run`, `plugin`, `info` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
+//! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
+//! | `collective` | names, shapes, buffers and calls of the collectives |
+//! | `reference` | known inputs and the results that must come out, computed without the runtime |
+//! | `measure` | timing of back-to-back calls, bandwidths |
+//! | `size`, `term` | sizes as users write them; terminal output |
+//!
+//! Exit codes: 0 done, 1 failed, 2 wrongly used.
+
+mod bench;
+mod collective;
+mod demo;
+mod guard;
+mod info;
+mod launcher;
+mod measure;
+mod peer;
+mod plugin;
+mod reference;
+mod run;
+mod size;
+mod term;
+mod worker;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+const EXAMPLES: &str = "\
+Examples:
+  wccl demo                                  Four ranks run and verify every collective
+  wccl bench -r 2 -b 8 -e 64M -f 4 allreduce allgather
+  wccl run -r 4 --tag -- ./my-program ARGS   Start a program once per rank
+  wccl plugin inspect target/plugins/nccom.wasm
+  wccl plugin check my-plugin.wasm           Would this host load it, and if not why
+  wccl info                                  The modelled server, the plugin, the limits
+
+Exit codes: 0 done, 1 failed, 2 wrongly used.";
+
+#[derive(Parser)]
+#[command(name = "wccl", version, about, after_help = EXAMPLES, max_term_width = 110)]
+#[command(propagate_version = true, arg_required_else_help = true)]
+struct Cli {
+    /// What to log to stderr: error, warn, info, debug, trace, or per module like `host_runtime=debug,warn`
+    #[arg(long, global = true, env = "WCCL_LOG", value_name = "FILTER")]
+    log: Option<String>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Show that it works: start ranks, run every collective, verify every element
+    Demo(demo::Args),
+    /// Measure collectives, with the options of nccom-test and nccl-tests
+    Bench(bench::Args),
+    /// Start a program once per rank, with the variables that such programs expect
+    Run(run::Args),
+    /// Look into a plugin, or ask whether this host would load it
+    #[command(subcommand)]
+    Plugin(plugin::Command),
+    /// The modelled server, the default plugin, limits and granted variables
+    Info(info::Args),
+    /// One rank of a demo or a bench.
+    #[command(name = "__worker", hide = true)]
+    Worker(worker::Args),
+    /// Ends the processes of a launcher that is gone.
+    #[command(name = "__guard", hide = true)]
+    Guard,
+}
+
+/// The command line makes no sense in a way that only the subcommand can tell: exit code 2.
+#[derive(Debug)]
+pub struct Usage(
+    /// What is wrong and what to write instead.
+    pub String,
+);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} (--help explains)", self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+fn start_log(cli: &Cli) -> anyhow::Result<()> {
+    // Who asks about a plugin, or needs one, prints the reason of a refused load by itself.
+    let usual = match cli.command {
+        Command::Plugin(_) | Command::Info(_) => "off",
+        Command::Worker(_) => "warn,host_runtime::nrt::runtime=off",
+        _ => "warn",
+    };
+    let filter = match &cli.log {
+        Some(f) => EnvFilter::try_new(f).map_err(|e| Usage(format!("--log (or WCCL_LOG) is `{f}`: {e}")))?,
+        None => EnvFilter::try_new(usual).context("making the default log filter")?,
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal() && term::colours_wanted())
+        .init();
+    Ok(())
+}
+
+fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
+    start_log(&cli)?;
+    let log = cli.log.as_deref();
+    match cli.command {
+        Command::Demo(a) => demo::start(&a, log),
+        Command::Bench(a) => bench::start(&a, log),
+        Command::Run(a) => run::start(&a),
+        Command::Plugin(c) => plugin::start(&c),
+        Command::Info(a) => info::start(&a),
+        Command::Worker(a) => worker::start(&a),
+        Command::Guard => guard::serve(),
+    }
+}
+
+fn main() -> ExitCode {
+    match dispatch(Cli::parse()) {
+        Ok(code) => code,
+        Err(e) => {
+            let usage = e.downcast_ref::<Usage>().is_some();
+            // Whoever reads our output went away: nothing is wrong here, and nobody is left to tell.
+            let unread = e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
+            if !unread {
+                eprintln!("wccl: {e:#}");
+            }
+            ExitCode::from(if usage { 2 } else { 1 })
+        }
+    }
+}

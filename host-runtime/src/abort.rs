@@ -13,7 +13,7 @@ struct Inner {
     flag: AtomicBool,
     reason: Mutex<String>,
     event: OwnedFd,
-    endpoint: Mutex<Option<hw_bridge::peers::Abort>>,
+    endpoints: Mutex<Vec<hw_bridge::peers::Abort>>,
 }
 
 impl AbortToken {
@@ -25,18 +25,23 @@ impl AbortToken {
             flag: AtomicBool::new(false),
             reason: Mutex::default(),
             event,
-            endpoint: Mutex::default(),
+            endpoints: Mutex::default(),
         })))
     }
 
     /// Ends whatever waits and whatever begins later. The first reason stays.
     pub fn abort(&self, reason: &str) {
-        if !self.0.flag.swap(true, Ordering::SeqCst) {
-            *lock(&self.0.reason) = reason.to_string();
+        {
+            // The reason first: whoever sees the flag reads it.
+            let mut first = lock(&self.0.reason);
+            if !self.aborted() {
+                *first = reason.to_string();
+                self.0.flag.store(true, Ordering::SeqCst);
+            }
         }
         // The event is never read, so it stays readable for every waiter; its counter cannot overflow.
         let _ = rustix::io::write(&self.0.event, &1u64.to_ne_bytes());
-        if let Some(endpoint) = &*lock(&self.0.endpoint) {
+        for endpoint in &*lock(&self.0.endpoints) {
             endpoint.abort(reason);
         }
     }
@@ -56,12 +61,13 @@ impl AbortToken {
         self.0.event.as_fd()
     }
 
-    /// Lets the switch reach the data plane too.
+    /// Lets the switch reach a data plane too; one token may serve several communicators.
     pub(crate) fn attach(&self, endpoint: hw_bridge::peers::Abort) {
+        // Stored before the look: an abort in between finds it.
+        lock(&self.0.endpoints).push(endpoint.clone());
         if self.aborted() {
             endpoint.abort(&self.reason());
         }
-        *lock(&self.0.endpoint) = Some(endpoint);
     }
 }
 

@@ -67,6 +67,16 @@ pub enum Error {
         /// The plugin.
         plugin: String,
     },
+    /// Another call of the same instance did not end in time.
+    #[error("{entry} of plugin {plugin} was not called: another call has kept the instance busy for {waited:?}")]
+    Busy {
+        /// The entry.
+        entry: &'static str,
+        /// The plugin.
+        plugin: String,
+        /// How long was waited.
+        waited: std::time::Duration,
+    },
     /// An operation failed.
     #[error("{0}")]
     Op(#[from] hw_bridge::sequencer::OpError),
@@ -100,8 +110,11 @@ impl Error {
                 Status::FAILURE
             }
             Error::Entry { status, .. } => *status,
+            Error::Busy { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
-            Error::Op(OpError::Mismatch { .. } | OpError::Buffer { .. } | OpError::WrongCore { .. }) => Status::INVALID,
+            Error::Op(
+                OpError::Mismatch { .. } | OpError::Buffer { .. } | OpError::Memory { .. } | OpError::WrongCore { .. },
+            ) => Status::INVALID,
             Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
             Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
             Error::Memory(_) | Error::System { .. } => Status::RESOURCE,

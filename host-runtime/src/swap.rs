@@ -47,7 +47,9 @@ fn export(old: &Instance, comm: &Resource<CommunicatorObject>) -> Option<(u32, V
         _ => return None,
     }
     match call::<_, Result<Vec<u8>, NrtStatus>>(old, "export-state", (handle(),))? {
-        Ok(Ok(state)) if state.len() as u64 <= byte_list(LIFECYCLE, "export-state").unwrap_or(0) => Some((schema, state)),
+        Ok(Ok(state)) if state.len() as u64 <= byte_list(LIFECYCLE, "export-state").unwrap_or(0) => {
+            Some((schema, state))
+        }
         _ => None,
     }
 }
@@ -68,6 +70,13 @@ pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communic
     let inner = &runtime.0;
     let loaded = forward::load(&inner.tenant, path, &inner.config.without_callbacks)
         .map_err(|e| Error::Plugin { path: path.into(), reason: format!("{}; the old library runs on", e.sentinel) })?;
+    for comm in communicators {
+        if !std::sync::Arc::ptr_eq(&comm.runtime().0, inner) {
+            return Err(Error::Usage("a communicator of another runtime cannot be moved".into()));
+        }
+        // Bootstrap connections stay behind, so what still needs them must be done first.
+        comm.connect_all()?;
+    }
     let mut moves = Vec::with_capacity(communicators.len());
     for comm in communicators {
         let instance = loaded.instantiate(&inner.tenant, comm.abort_token(), Some(comm.logical_core()))?;

@@ -3,7 +3,7 @@
 //! Everything a host function needs is here or in the store's own state; nothing is global but the engine.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use hw_bridge::device::{DeviceModel, IdMapSet};
@@ -91,7 +91,8 @@ pub struct Tenant {
     pub counters: Arc<Counters>,
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
-    pub(crate) tasks: Mutex<Vec<Task>>,
+    pub(crate) tasks: Mutex<Tasks>,
+    pub(crate) resolving: Arc<AtomicUsize>,
     pub(crate) maps: Mutex<IdMapSet>,
     hbm: Mutex<HashMap<i32, Weak<Hbm>>>,
     hbm_bytes: u64,
@@ -109,6 +110,14 @@ pub(crate) enum NetState {
     Absent(String),
     /// Opened; the library may bind it.
     Open(Arc<NetLibrary>),
+}
+
+/// The background tasks of a tenant.
+#[derive(Debug, Default)]
+pub(crate) struct Tasks {
+    pub running: Vec<Task>,
+    /// The runtime is going away: nothing new starts.
+    pub closing: bool,
 }
 
 /// A background task of a plugin.
@@ -145,6 +154,7 @@ impl Tenant {
             links,
             net: Mutex::default(),
             tasks: Mutex::default(),
+            resolving: Arc::default(),
             maps: Mutex::new(IdMapSet::new(device)),
             hbm: Mutex::default(),
             hbm_bytes,
@@ -190,7 +200,11 @@ impl Tenant {
 
     /// Ends and joins the background tasks. Their waits see the abort at once.
     pub(crate) fn end_tasks(&self) {
-        let tasks = std::mem::take(&mut *lock(&self.tasks));
+        let tasks = {
+            let mut all = lock(&self.tasks);
+            all.closing = true;
+            std::mem::take(&mut all.running)
+        };
         for t in &tasks {
             t.abort.abort("the runtime is closing");
         }
@@ -202,6 +216,6 @@ impl Tenant {
 
     /// Background tasks alive now.
     pub fn tasks_alive(&self) -> usize {
-        lock(&self.tasks).iter().filter(|t| !t.thread.is_finished()).count()
+        lock(&self.tasks).running.iter().filter(|t| !t.thread.is_finished()).count()
     }
 }

@@ -4,6 +4,7 @@
 //! arrival records of `peers`. Memory is committed when it is allocated and given back when it is freed.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::limits::HBM_ALIGN;
@@ -75,7 +76,7 @@ impl FreeList {
 impl Hbm {
     /// An arena of `capacity` bytes of address space. It costs memory only as tensors are allocated.
     pub fn new(capacity: u64) -> Result<Arc<Hbm>, HbmError> {
-        let capacity = capacity.next_multiple_of(HBM_ALIGN);
+        let capacity = capacity.max(1).checked_next_multiple_of(HBM_ALIGN).unwrap_or(u64::MAX - HBM_ALIGN + 1);
         let segment = Arc::new(Segment::create("wccl-hbm", capacity)?);
         Ok(Arc::new(Hbm { segment, free: Mutex::new(FreeList { pieces: BTreeMap::from([(0, capacity)]), used: 0 }) }))
     }
@@ -94,7 +95,7 @@ impl Hbm {
             self.lock().give(offset, len);
             return Err(e.into());
         }
-        Ok(HbmBuf { hbm: self.clone(), offset, reserved: len, len: bytes })
+        Ok(HbmBuf { hbm: self.clone(), offset, reserved: len, len: bytes, kept: AtomicBool::new(false) })
     }
 
     /// The arena's memory.
@@ -120,9 +121,16 @@ pub struct HbmBuf {
     /// Whole pages taken from the arena.
     reserved: u64,
     len: u64,
+    /// A peer may still use it: it must be neither cleared nor given to another tensor.
+    kept: AtomicBool,
 }
 
 impl HbmBuf {
+    /// Keeps the memory for good: an operation on it failed while a peer was still using it.
+    pub(crate) fn keep(&self) {
+        self.kept.store(true, Ordering::Relaxed);
+    }
+
     /// Where it lies in the arena.
     pub fn offset(&self) -> u64 {
         self.offset
@@ -171,6 +179,10 @@ impl HbmBuf {
 
 impl Drop for HbmBuf {
     fn drop(&mut self) {
+        if self.kept.load(Ordering::Relaxed) {
+            tracing::warn!(offset = self.offset, bytes = self.reserved, "device memory kept: a peer may still use it");
+            return;
+        }
         // A failed release costs memory, not correctness: the range is committed again before it is reused, but then
         // its old content would show, so it stays allocated instead.
         match self.hbm.segment.release(self.offset, self.reserved) {

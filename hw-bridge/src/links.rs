@@ -224,9 +224,19 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
     if cred.uid != me && !cred.uid.is_root() {
         return Err(LinkError::Refused("it is another user's process"));
     }
-    stream.set_read_timeout(Some(LINK_HELLO)).map_err(sys("setting a link's time-out"))?;
+    // One bound for the whole hello: a peer that trickles bytes must not hold the others up.
+    let until = Instant::now() + LINK_HELLO;
     let mut hello = [0u8; HELLO_BYTES];
-    stream.read_exact(&mut hello).map_err(sys("reading a link's hello"))?;
+    let mut got = 0;
+    while got < hello.len() {
+        bound(&stream, until)?;
+        match stream.read(&mut hello[got..]) {
+            Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants")),
+            Ok(n) => got += n,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(sys("reading a link's hello")(e)),
+        }
+    }
     let mut token = [0u8; 32];
     token.copy_from_slice(&hello[4..36]);
     let mut tenant = [0u8; 8];
@@ -262,25 +272,59 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
     }
 }
 
+/// Lets the next read or write of `stream` last until `deadline` at most.
+fn bound(stream: &UnixStream, deadline: Instant) -> Result<(), LinkError> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into()));
+    }
+    stream.set_read_timeout(Some(left)).map_err(sys("setting a link's time-out"))?;
+    stream.set_write_timeout(Some(left)).map_err(sys("setting a link's time-out"))
+}
+
+/// Connects to an abstract name. A full backlog (the owner is stopped, or slow) is tried again until the deadline; a
+/// blocking connect would wait for ever.
+fn dial(name: &[u8], deadline: Instant) -> Result<UnixStream, LinkError> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let addr = SocketAddrUnix::new_abstract_name(name).map_err(|e| sys("naming the peer's link socket")(e.into()))?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .map_err(|e| sys("making a link socket (check ulimit -n)")(e.into()))?;
+    loop {
+        match connect(&fd, &addr) {
+            Ok(()) => break,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(rustix::io::Errno::AGAIN) => return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into())),
+            Err(e) => return Err(LinkError::Gone(e.into())),
+        }
+    }
+    let stream = UnixStream::from(fd);
+    stream.set_nonblocking(false).map_err(sys("setting up a link"))?;
+    Ok(stream)
+}
+
 /// Presents the token in `ipc` to its owner and maps what it grants.
 pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, LinkError> {
     if ipc.len() != IPC_BYTES {
         return Err(LinkError::Malformed("it is not 64 bytes"));
     }
     let len = usize::from(ipc[32]);
-    if len == 0 || len > IPC_BYTES - 33 {
-        return Err(LinkError::Malformed("the socket name has no valid length"));
+    // Only a link server's own name: these bytes came from a guest, and must not open a connection to something else.
+    let plain =
+        |name: &[u8]| name.strip_prefix(b"wccl-").is_some_and(|h| h.len() == 24 && h.iter().all(u8::is_ascii_hexdigit));
+    if len > IPC_BYTES - 33 || !plain(&ipc[33..33 + len]) {
+        return Err(LinkError::Malformed("it names no link server"));
     }
-    let addr = SocketAddr::from_abstract_name(&ipc[33..33 + len]).map_err(sys("naming the peer's link socket"))?;
-    let mut stream = UnixStream::connect_addr(&addr).map_err(LinkError::Gone)?;
+    let mut stream = dial(&ipc[33..33 + len], deadline)?;
     let cred =
         socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
     let me = rustix::process::geteuid();
     if cred.uid != me && !cred.uid.is_root() {
         return Err(LinkError::Refused("the owner is another user's process"));
     }
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    stream.set_read_timeout(Some(left)).map_err(sys("setting a link's time-out"))?;
+    bound(&stream, deadline)?;
     let mut hello = Vec::with_capacity(HELLO_BYTES);
     hello.extend_from_slice(&MAGIC.to_le_bytes());
     hello.extend_from_slice(&ipc[..32]);
@@ -291,6 +335,7 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     let mut fds: Vec<OwnedFd> = Vec::with_capacity(2);
     let mut got = 0;
     while got < out.len() {
+        bound(&stream, deadline)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let r = rustix::net::recvmsg(
@@ -302,6 +347,7 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
         let n = match r {
             Ok(m) => m.bytes,
             Err(rustix::io::Errno::INTR) => continue,
+            Err(rustix::io::Errno::AGAIN) => return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into())),
             Err(e) => return Err(LinkError::Gone(e.into())),
         };
         for message in control.drain() {

@@ -37,8 +37,30 @@ pub const STEP_DONE: u16 = 0xFFFF;
 /// The step of an operation that its rank has announced.
 pub const STEP_ARRIVED: u16 = 1;
 
-/// "Sends to nobody", in a record.
-pub const NO_RANK: u64 = u64::MAX;
+/// "Nobody", where a record names whom a rank sends to and receives from.
+pub const NO_RANK: u16 = u16::MAX;
+
+/// What a record says beside the header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Aside {
+    /// Whom the rank sends to, [`NO_RANK`] for nobody.
+    pub dst: u16,
+    /// Whom it receives from.
+    pub src: u16,
+    /// Digest of the rings and of all headers before this one: it shows a difference in an operation in which the two
+    /// ranks did not meet.
+    pub digest: u32,
+}
+
+impl Aside {
+    fn pack(self) -> u64 {
+        u64::from(self.dst) | u64::from(self.src) << 16 | u64::from(self.digest) << 32
+    }
+
+    fn unpack(word: u64) -> Aside {
+        Aside { dst: word as u16, src: (word >> 16) as u16, digest: (word >> 32) as u32 }
+    }
+}
 
 /// Collective operations, as numbers in op headers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -114,6 +136,12 @@ pub struct OpHeader {
 }
 
 impl OpHeader {
+    /// `digest` with this header in it (FNV-1a over the packed words).
+    pub(crate) fn digest(&self, digest: u32) -> u32 {
+        let bytes = [self.pack().to_le_bytes(), self.count.to_le_bytes()];
+        bytes.iter().flatten().fold(digest, |d, b| (d ^ u32::from(*b)).wrapping_mul(16_777_619))
+    }
+
     fn pack(&self) -> u64 {
         let redop = self.redop.map_or(0xFF, |r| r as u8);
         u64::from(self.op as u8)
@@ -202,7 +230,7 @@ struct Record {
     tag: AtomicU64,
     what: AtomicU64,
     count: AtomicU64,
-    aux: AtomicU64,
+    aside: AtomicU64,
     words: [AtomicU64; INLINE_BYTES / 8],
 }
 
@@ -212,6 +240,7 @@ const _: () = assert!(size_of::<Record>() == 64 && size_of::<Block>() <= BLOCK_B
 #[derive(Debug)]
 pub struct Control {
     segment: Arc<Segment>,
+    left: AtomicBool,
 }
 
 impl Control {
@@ -221,7 +250,7 @@ impl Control {
         // The slots are touched now, so that the first operations take no page fault and memory that is not there
         // is an error here.
         segment.commit(0, STAGE_AT as u64)?;
-        let c = Control { segment };
+        let c = Control { segment, left: AtomicBool::new(false) };
         let ident = &c.block().ident.0;
         ident[1].store(u64::from(rank) | u64::from(nranks) << 32, Ordering::Relaxed);
         ident[0].store(MAGIC, Ordering::Release);
@@ -236,7 +265,7 @@ impl Control {
                 segment.len()
             )));
         }
-        let c = Control { segment: Arc::new(segment) };
+        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true) };
         let ident = &c.block().ident.0;
         let (magic, who) = (ident[0].load(Ordering::Acquire), ident[1].load(Ordering::Relaxed));
         if magic != MAGIC {
@@ -307,11 +336,11 @@ impl Control {
 
     /// Publishes the arrival record of operation `seq`; the payload must be in place.
     #[inline]
-    pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aux: u64, words: Option<[u64; 2]>) {
+    pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aside: Aside, words: Option<[u64; 2]>) {
         let r = self.record(seq);
         r.what.store(header.pack(), Ordering::Relaxed);
         r.count.store(header.count, Ordering::Relaxed);
-        r.aux.store(aux, Ordering::Relaxed);
+        r.aside.store(aside.pack(), Ordering::Relaxed);
         if let Some(words) = words {
             for (to, w) in r.words.iter().zip(words) {
                 to.store(w, Ordering::Relaxed);
@@ -342,10 +371,10 @@ impl Control {
         [0, 1].map(|i| r.words[i].load(Ordering::Relaxed))
     }
 
-    /// Destination rank of a send, [`NO_RANK`] for none.
+    /// What the record of `seq` says beside its header.
     #[inline]
-    pub(crate) fn aux(&self, seq: u64) -> u64 {
-        self.record(seq).aux.load(Ordering::Relaxed)
+    pub(crate) fn aside(&self, seq: u64) -> Aside {
+        Aside::unpack(self.record(seq).aside.load(Ordering::Relaxed))
     }
 
     /// State of the rank and, unless alive, its reason.
@@ -372,7 +401,8 @@ impl Control {
     /// Leaves the group, once: the first state that is not alive stays.
     pub fn leave(&self, state: RankState, reason: &str) {
         let s = &self.block().state.0;
-        if s.state.load(Ordering::Relaxed) != RankState::Alive as u32 {
+        // One leaver writes the reason: an abort may meet a failing operation. The claim is this process's own.
+        if self.left.swap(true, Ordering::AcqRel) {
             return;
         }
         let mut len = reason.len().min(REASON_BYTES);
@@ -454,8 +484,9 @@ impl Abort {
 
     /// Makes the operation under way, and every later one, end with an error here; peers learn of it within a nap.
     pub fn abort(&self, reason: &str) {
-        self.flag.store(true, Ordering::Release);
+        // The reason first: whoever sees the flag reads it.
         self.control.leave(RankState::Aborted, reason);
+        self.flag.store(true, Ordering::Release);
         publish_fence();
         self.control.bell().ring();
     }
@@ -492,9 +523,10 @@ mod tests {
         let mine = Control::create(1, 2).unwrap();
         let seen = view(&mine, 1, 2).unwrap();
         assert!(!seen.arrived(1));
-        mine.publish(1, &header(), 3, Some([4096, 8192]));
+        let aside = Aside { dst: 3, src: NO_RANK, digest: 0xDEAD_BEEF };
+        mine.publish(1, &header(), aside, Some([4096, 8192]));
         assert!(seen.arrived(1) && !seen.arrived(2));
-        assert_eq!((seen.words(1), seen.aux(1)), ([4096, 8192], 3));
+        assert_eq!((seen.words(1), seen.aside(1)), ([4096, 8192], aside));
         assert_eq!(seen.same_call(1, &header()), Ok(()));
         let other = OpHeader { count: 200, ..header() };
         assert_eq!(seen.same_call(1, &other), Err("all_reduce fp32 sum count 100 algorithm 2".into()));

@@ -291,7 +291,6 @@ impl Queue {
         self.next = 0;
         self.tail = 0;
         self.finished = false;
-        self.host_index.raise(0);
     }
 
     /// One pass; whether anything was posted or completed.
@@ -348,6 +347,10 @@ impl Queue {
             }
             self.in_flight.pop_front();
             moved = true;
+            if self.in_flight.is_empty() && self.next == self.entries.len() {
+                // Reset before the last report: the device may answer it with the next execution's READY at once.
+                self.host_index.raise(0);
+            }
             if complete > 0 {
                 store(self.ops[op as usize].complete[side], complete as u32);
             }

@@ -14,13 +14,16 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::dtype::{DataType, ReduceOp};
+use crate::dtype::ReduceOp;
 use crate::hbm::{Hbm, HbmBuf};
 use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES};
-use crate::peers::{Abort, Control, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
+use crate::peers::{Abort, Aside, Control, FLAG_PRIVATE, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
 use crate::segment::SegmentError;
 use crate::semaphore::{self, WaitPolicy, publish_fence};
+
+/// How long a failed rank waits for peers that may still use its buffers.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// A buffer that a step reads or writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +55,8 @@ pub enum Step {
     Arrival(u16),
     /// Check that an arrived peer sends to this rank.
     SendsToMe(u16),
+    /// Check that an arrived peer receives from this rank.
+    ReceivesFromMe(u16),
     /// Wait until a peer has signalled this step of this operation.
     Wait {
         /// The peer.
@@ -133,8 +138,11 @@ pub struct Schedule {
 pub struct LocalMem<'a> {
     ptr: *mut u8,
     len: u64,
+    writable: bool,
+    /// Device memory: its offset in the arena, the arena, and the buffer it is a part of.
     hbm: Option<u64>,
     arena: *const u8,
+    buf: Option<&'a HbmBuf>,
     life: PhantomData<&'a [u8]>,
 }
 
@@ -144,8 +152,10 @@ impl<'a> LocalMem<'a> {
         LocalMem {
             ptr: std::ptr::NonNull::<u8>::dangling().as_ptr(),
             len: 0,
+            writable: true,
             hbm: Some(0),
             arena: std::ptr::null(),
+            buf: None,
             life: PhantomData,
         }
     }
@@ -159,8 +169,10 @@ impl<'a> LocalMem<'a> {
         Some(LocalMem {
             ptr,
             len,
+            writable: true,
             hbm: Some(buf.offset() + offset),
             arena: buf.hbm().segment().base(),
+            buf: Some(buf),
             life: PhantomData,
         })
     }
@@ -170,8 +182,10 @@ impl<'a> LocalMem<'a> {
         LocalMem {
             ptr: bytes.as_ptr().cast_mut(),
             len: bytes.len() as u64,
+            writable: false,
             hbm: None,
             arena: std::ptr::null(),
+            buf: None,
             life: PhantomData,
         }
     }
@@ -181,8 +195,10 @@ impl<'a> LocalMem<'a> {
         LocalMem {
             ptr: bytes.as_mut_ptr(),
             len: bytes.len() as u64,
+            writable: true,
             hbm: None,
             arena: std::ptr::null(),
+            buf: None,
             life: PhantomData,
         }
     }
@@ -267,6 +283,8 @@ pub enum OpError {
         pid: i32,
         /// How and why.
         how: String,
+        /// The reason the peer gave for its own failure, to be passed on.
+        reason: String,
     },
     /// The deadline passed.
     #[error("operation #{seq} ({what}) timed out on rank {rank} after {after:?} without {}; see what those ranks are doing, or raise the deadline", absent_list(.absent))]
@@ -309,6 +327,16 @@ pub enum OpError {
         seq: u64,
         /// The peer.
         peer: usize,
+    },
+    /// The buffers do not fit the kind of schedule.
+    #[error("the buffers of {what} on rank {rank} cannot be used: {why}")]
+    Memory {
+        /// This rank.
+        rank: usize,
+        /// The operation.
+        what: String,
+        /// What is wrong.
+        why: &'static str,
     },
     /// Aborted here.
     #[error("operation #{seq} ({what}) was aborted on rank {rank}: {reason}")]
@@ -405,6 +433,7 @@ pub struct Endpoint {
     abort: Abort,
     broken: Option<String>,
     stage_ready: bool,
+    digest: u32,
     counters: Counters,
 }
 
@@ -426,6 +455,7 @@ impl Endpoint {
             abort,
             broken: None,
             stage_ready: false,
+            digest: 0,
             counters: Counters::default(),
         })
     }
@@ -477,6 +507,18 @@ impl Endpoint {
         self.seq
     }
 
+    /// Notes a digest of the rings this rank works with; ranks that were given different ones notice at their first meeting.
+    pub fn set_plan(&mut self, digest: u32) {
+        self.digest ^= digest;
+    }
+
+    /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
+    pub fn fail(&mut self, why: &str) {
+        self.control.leave(RankState::Failed, why);
+        self.ring_peers();
+        self.broken.get_or_insert_with(|| why.to_string());
+    }
+
     /// Leaves the group in good order; peers that still wait for this rank learn it.
     pub fn close(&self) {
         self.control.leave(RankState::Closed, "");
@@ -490,14 +532,15 @@ impl Endpoint {
         }
     }
 
-    /// Executes `schedule` with these buffers. `timeout` counts from when this rank first has to sleep. `aux` is the
-    /// destination of a send, or [`NO_RANK`].
+    /// Executes `schedule` with these buffers. `timeout` bounds each wait, from when this rank has to sleep in it: an
+    /// operation that moves on does not time out. `dst` and `src` are the peers of a send_recv.
     pub fn run(
         &mut self,
         schedule: &Sealed,
         input: LocalMem<'_>,
         output: LocalMem<'_>,
-        aux: u64,
+        dst: Option<usize>,
+        src: Option<usize>,
         timeout: Duration,
     ) -> Result<(), OpError> {
         if let Some(first) = &self.broken {
@@ -509,30 +552,77 @@ impl Endpoint {
         }
         self.check_buffers(schedule, &input, &output)?;
         self.seq += 1;
-        let result = self.run_steps(schedule, &input, &output, aux, timeout);
-        match result {
+        let rank16 = |r: Option<usize>| r.map_or(NO_RANK, |r| r as u16);
+        let aside = Aside { dst: rank16(dst), src: rank16(src), digest: self.digest };
+        match self.run_steps(schedule, &input, &output, aside, timeout) {
             Ok(()) => {
                 self.control.set_progress(self.seq, STEP_DONE);
                 self.ring_peers();
+                self.digest = schedule.header.digest(self.digest);
                 self.counters.ops += 1;
                 Ok(())
             }
             Err(e) => {
-                let text = e.to_string();
-                self.control.leave(RankState::Failed, &text);
-                self.ring_peers();
-                self.broken = Some(text);
+                // A reason that came from a peer is passed on as it is, so that the first one reaches everybody.
+                match &e {
+                    OpError::Left { reason, .. } if !reason.is_empty() => self.fail(reason),
+                    _ => self.fail(&e.to_string()),
+                }
+                if !schedule.reached.is_empty() || schedule.reaches_me {
+                    self.let_peers_finish(&input, &output);
+                }
                 Err(e)
             }
         }
     }
 
-    fn check_buffers(&mut self, s: &Schedule, input: &LocalMem<'_>, output: &LocalMem<'_>) -> Result<(), OpError> {
+    /// After a failure: peers may still be inside the operation, with this rank's buffers in their hands. Waits a moment for
+    /// them; memory that one of them may still touch is kept for good rather than handed to another tensor.
+    #[cold]
+    fn let_peers_finish(&self, input: &LocalMem<'_>, output: &LocalMem<'_>) {
+        let seq = self.seq;
+        let inside = |p: &Peer| {
+            let progress = p.control.progress();
+            progress >> 16 == seq && progress as u16 != STEP_DONE && p.control.alive() && !p.dead()
+        };
+        let until = Instant::now() + PATIENCE;
+        while self.peers.iter().flatten().any(inside) {
+            if Instant::now() >= until {
+                for buf in [input.buf, output.buf].into_iter().flatten() {
+                    buf.keep();
+                }
+                return;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    fn check_buffers(&mut self, s: &Sealed, input: &LocalMem<'_>, output: &LocalMem<'_>) -> Result<(), OpError> {
         for (which, mem, need) in [("input", input, s.in_bytes), ("output", output, s.out_bytes)] {
             if mem.len < need {
                 let (rank, have, what) = (self.rank, mem.len, s.header.to_string());
                 return Err(OpError::Buffer { rank, which, have, need, what });
             }
+        }
+        let private = s.header.flags & FLAG_PRIVATE != 0;
+        let overlap_ok = match input.overlap(output) {
+            None => true,
+            // The same first byte, or one rank's block inside the other buffer: what the in-place forms are.
+            Some(d) => {
+                d == 0 || s.in_bytes != s.out_bytes && d.unsigned_abs() % s.in_bytes.min(s.out_bytes).max(1) == 0
+            }
+        };
+        let why = if s.out_bytes > 0 && !output.writable {
+            "the output is read-only memory"
+        } else if [(input, s.in_bytes), (output, s.out_bytes)].iter().any(|(m, n)| *n > 0 && m.is_device() == private) {
+            "the schedule is for the other kind of memory"
+        } else if !overlap_ok {
+            "input and output overlap by accident"
+        } else {
+            ""
+        };
+        if !why.is_empty() {
+            return Err(OpError::Memory { rank: self.rank, what: s.header.to_string(), why });
         }
         for (which, mem) in [("input", input), ("output", output)] {
             if !mem.arena.is_null() && mem.arena != self.hbm.segment().base() {
@@ -540,7 +630,11 @@ impl Endpoint {
             }
         }
         if s.staged && !self.stage_ready {
-            self.control.commit_stage().map_err(|e| OpError::Stage { rank: self.rank, reason: e.to_string() })?;
+            if let Err(e) = self.control.commit_stage() {
+                let e = OpError::Stage { rank: self.rank, reason: e.to_string() };
+                self.fail(&e.to_string());
+                return Err(e);
+            }
             self.stage_ready = true;
         }
         Ok(())
@@ -548,14 +642,14 @@ impl Endpoint {
 
     fn run_steps(
         &mut self,
-        s: &Schedule,
+        s: &Sealed,
         input: &LocalMem<'_>,
         output: &LocalMem<'_>,
-        aux: u64,
+        aside: Aside,
         timeout: Duration,
     ) -> Result<(), OpError> {
         let seq = self.seq;
-        let mut wait = WaitCtx { header: &s.header, seq, timeout, deadline: None };
+        let mut wait = WaitCtx { header: &s.header, seq, timeout, deadline: None, last_wait: s.last_wait };
         self.drain(seq, &mut wait)?;
         let mut bases = Bases {
             own_in: input.ptr,
@@ -572,12 +666,41 @@ impl Endpoint {
         }
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         let words = (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0)]);
-        self.control.publish(seq, &s.header, aux, words);
+        self.control.publish(seq, &s.header, aside, words);
         self.ring_peers();
         for step in &s.steps {
             self.step(s, step, &mut bases, &mut wait)?;
         }
+        // What was read from a peer counts only if the peer had not left meanwhile: a failed rank's buffers may go.
+        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
+        for p in &s.reached {
+            self.still_there(usize::from(*p), &wait)?;
+        }
         Ok(())
+    }
+
+    /// Fails if a peer whose buffers this operation uses has left before it was done with the operation.
+    #[inline]
+    fn still_there(&self, peer: usize, wait: &WaitCtx<'_>) -> Result<(), OpError> {
+        match &self.peers[peer] {
+            Some(p) if !p.control.alive() && p.control.progress() < wait.seq << 16 | u64::from(STEP_DONE) => {
+                Err(self.left(p, wait))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    #[cold]
+    fn left(&self, p: &Peer, wait: &WaitCtx<'_>) -> OpError {
+        let (state, reason) = p.control.state();
+        let how = match state {
+            RankState::Closed => "has freed its communicator".into(),
+            RankState::Aborted => format!("aborted: {reason}"),
+            _ => format!("failed: {reason}"),
+        };
+        let reason = if state == RankState::Failed { reason } else { String::new() };
+        let (rank, seq, what) = (self.rank, wait.seq, wait.header.to_string());
+        OpError::Left { rank, seq, what, peer: p.rank, pid: p.pid, how, reason }
     }
 
     /// Waits until every linked peer is done with the operation whose slot is to be reused.
@@ -591,7 +714,8 @@ impl Endpoint {
             self.wait_progress(p, need << 16 | u64::from(STEP_DONE), wait)?;
             if let Some(peer) = &self.peers[p] {
                 let progress = peer.control.progress();
-                let done = if progress as u16 == STEP_DONE { progress >> 16 } else { (progress >> 16) - 1 };
+                let done =
+                    if progress as u16 == STEP_DONE { progress >> 16 } else { (progress >> 16).saturating_sub(1) };
                 least = least.min(done);
             }
         }
@@ -607,6 +731,7 @@ impl Endpoint {
             return Ok(());
         }
         self.counters.waits += 1;
+        wait.deadline = None;
         let this = &*self;
         semaphore::wait(
             this.control.bell(),
@@ -625,6 +750,7 @@ impl Endpoint {
             return Ok(());
         }
         self.counters.waits += 1;
+        wait.deadline = None;
         let this = &*self;
         semaphore::wait(
             this.control.bell(),
@@ -642,30 +768,23 @@ impl Endpoint {
         if self.abort.aborted() {
             return Err(OpError::Aborted { rank, seq, what: what(), reason: self.control.state().1 });
         }
+        // A peer that is gone ends the wait if this step lacks it, or a later one will.
+        let last = seq << 16 | u64::from(wait.last_wait);
+        let lacking = |p: &Peer| missing(p) || p.control.progress() < last;
         for p in self.peers.iter().flatten() {
-            // A peer that has what we wait for may leave: its data stay mapped.
-            if !missing(p) {
-                continue;
+            // The last look is after the state: it may have finished this very operation before it left.
+            if lacking(p) && !p.control.alive() && lacking(p) {
+                return Err(self.left(p, wait));
             }
-            if !p.control.alive() {
-                let (state, reason) = p.control.state();
-                let how = match state {
-                    RankState::Closed => "has freed its communicator".into(),
-                    RankState::Aborted => format!("aborted: {reason}"),
-                    _ => format!("failed: {reason}"),
-                };
-                // A last look: it may have finished this very operation before it left.
-                if missing(p) {
-                    return Err(OpError::Left { rank, seq, what: what(), peer: p.rank, pid: p.pid, how });
-                }
-            }
-            if p.dead() && missing(p) {
+            if lacking(p) && p.dead() && lacking(p) {
                 let last = p.control.last_seen(seq);
                 return Err(OpError::Died { rank, seq, what: what(), peer: p.rank, pid: p.pid, last });
             }
         }
         let now = Instant::now();
-        let deadline = *wait.deadline.get_or_insert(now + wait.timeout);
+        // A time-out beyond what the clock can say is none.
+        let Some(end) = now.checked_add(wait.timeout) else { return Ok(()) };
+        let deadline = *wait.deadline.get_or_insert(end);
         if now < deadline {
             return Ok(());
         }
@@ -677,13 +796,14 @@ impl Endpoint {
     }
 
     #[inline]
-    fn step(&mut self, s: &Schedule, step: &Step, bases: &mut Bases, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
+    fn step(&mut self, s: &Sealed, step: &Step, bases: &mut Bases, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
         match *step {
             Step::Arrival(peer) => self.arrival(s, usize::from(peer), bases, wait)?,
             Step::Wait { peer, step } => {
                 self.wait_progress(usize::from(peer), wait.seq << 16 | u64::from(step), wait)?
             }
-            Step::SendsToMe(peer) => self.sends_to_me(s, usize::from(peer))?,
+            Step::SendsToMe(peer) => self.meant_for_me(s, usize::from(peer), true)?,
+            Step::ReceivesFromMe(peer) => self.meant_for_me(s, usize::from(peer), false)?,
             Step::Signal(step) => {
                 self.control.set_progress(wait.seq, step);
                 self.ring_peers();
@@ -698,7 +818,7 @@ impl Endpoint {
             }
             Step::Reduce { dst, first, n, count, op } => {
                 let mut sources = [std::ptr::null::<u8>(); MAX_LOCAL_RANKS];
-                let listed = &s.sources[first as usize..(first + n) as usize];
+                let listed = &s.sources[first as usize..first as usize + n as usize];
                 for (to, from) in sources.iter_mut().zip(listed) {
                     *to = self.at(s, *from, bases, wait.seq);
                 }
@@ -724,7 +844,7 @@ impl Endpoint {
     }
 
     #[inline]
-    fn arrival(&mut self, s: &Schedule, peer: usize, bases: &mut Bases, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
+    fn arrival(&mut self, s: &Sealed, peer: usize, bases: &mut Bases, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
         self.wait_arrival(peer, wait)?;
         let Some(p) = &self.peers[peer] else { return Err(OpError::NotLinked { rank: self.rank, peer }) };
         let seq = wait.seq;
@@ -732,10 +852,19 @@ impl Endpoint {
             let (rank, mine) = (self.rank, s.header.to_string());
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
+        if p.control.aside(seq).digest != self.digest {
+            let (rank, mine) = (self.rank, s.header.to_string());
+            let theirs = format!("{mine} after other operations than ours, or on other rings");
+            return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
+        }
+        if s.reached.contains(&(peer as u16)) {
+            self.still_there(peer, wait)?;
+        }
+        let Some(p) = &self.peers[peer] else { return Err(OpError::NotLinked { rank: self.rank, peer }) };
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         if !inline {
             let [input, output] = p.control.words(seq);
-            if s.header.flags & crate::peers::FLAG_PRIVATE == 0 {
+            if s.header.flags & FLAG_PRIVATE == 0 {
                 // A rank without that buffer (a reduce's output off the root) announces any offset; only one that the
                 // steps use must fit.
                 let (a, b) = (p.hbm.at(input, s.peer_in_bytes), p.hbm.at(output, s.peer_out_bytes));
@@ -751,14 +880,17 @@ impl Endpoint {
         Ok(())
     }
 
-    fn sends_to_me(&self, s: &Schedule, peer: usize) -> Result<(), OpError> {
-        let to = self.peers[peer].as_ref().map_or(NO_RANK, |p| p.control.aux(self.seq));
-        if to == self.rank as u64 {
+    /// Whether an arrived peer sends to this rank, respectively receives from it.
+    fn meant_for_me(&self, s: &Schedule, peer: usize, sends: bool) -> Result<(), OpError> {
+        let aside = self.peers[peer].as_ref().map(|p| p.control.aside(self.seq));
+        let whom = aside.map_or(NO_RANK, |a| if sends { a.dst } else { a.src });
+        if usize::from(whom) == self.rank {
             return Ok(());
         }
-        let mine = format!("{} from rank {peer}", s.header);
-        let whom = if to == NO_RANK { "nobody".into() } else { format!("rank {to}") };
-        let theirs = format!("{} to {whom}", s.header);
+        let (mine, theirs) = if sends { ("from", "to") } else { ("to", "from") };
+        let named = if whom == NO_RANK { "nobody".into() } else { format!("rank {whom}") };
+        let mine = format!("{} {mine} rank {peer}", s.header);
+        let theirs = format!("{} {theirs} {named}", s.header);
         Err(OpError::Mismatch { rank: self.rank, seq: self.seq, mine, peer, theirs })
     }
 
@@ -797,6 +929,7 @@ struct WaitCtx<'a> {
     seq: u64,
     timeout: Duration,
     deadline: Option<Instant>,
+    last_wait: u16,
 }
 
 struct Bases {
@@ -832,7 +965,8 @@ impl Schedule {
 
     /// Checks that every step stays inside its buffers and that peers are used only after they arrived. Everything the
     /// sequencer relies on for memory safety is checked here, once, when a schedule is compiled.
-    pub fn seal(self, rank: usize, nranks: usize, dtype: DataType) -> Result<Sealed, BadSchedule> {
+    pub fn seal(self, rank: usize, nranks: usize) -> Result<Sealed, BadSchedule> {
+        let dtype = self.header.dtype;
         let bad = |step: usize, why: String| BadSchedule { step, what: self.header.to_string(), why };
         if nranks > MAX_LOCAL_RANKS || rank >= nranks {
             return Err(bad(0, format!("rank {rank} of {nranks}")));
@@ -840,6 +974,7 @@ impl Schedule {
         if self.slot_len > SLOT_BYTES as u64 || self.payload > self.slot_len || self.payload > self.in_bytes {
             return Err(bad(0, format!("payload {} in a slot of {}", self.payload, self.slot_len)));
         }
+        let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];
         arrived[rank] = true;
         let inside = |at: At, len: u64, arrived: &[bool], step: usize| -> Result<(), BadSchedule> {
@@ -857,7 +992,7 @@ impl Schedule {
                 return Err(bad(step, format!("{at:?} is used before rank {who} has arrived")));
             }
             let peer_memory = matches!(at.0, Place::PeerIn(_) | Place::PeerOut(_));
-            if peer_memory && (who == rank || self.header.flags & crate::peers::FLAG_PRIVATE != 0) {
+            if peer_memory && (who == rank || self.header.flags & FLAG_PRIVATE != 0) {
                 return Err(bad(step, format!("{at:?} is not a peer's device memory")));
             }
             if peer_memory && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
@@ -876,7 +1011,16 @@ impl Schedule {
                     return Err(bad(i, format!("waits for rank {p} of {nranks}")));
                 }
                 Step::Arrival(p) => arrived[usize::from(p)] = true,
-                Step::Wait { .. } | Step::Signal(_) | Step::SendsToMe(_) => {}
+                // The step shares a word with the sequence: it must rise, and never look like "arrived" or "done".
+                Step::Signal(step) if step <= signalled || step == STEP_DONE => {
+                    return Err(bad(i, format!("signals step {step} after {signalled}")));
+                }
+                Step::Signal(step) => signalled = step,
+                Step::Wait { step, .. } if step < 2 || step == STEP_DONE => {
+                    return Err(bad(i, format!("waits for step {step}")));
+                }
+                Step::Wait { step, .. } => last_wait = last_wait.max(step),
+                Step::SendsToMe(_) | Step::ReceivesFromMe(_) => {}
                 Step::Copy { dst, src, len } => {
                     inside(dst, len, &arrived, i)?;
                     inside(src, len, &arrived, i)?;
@@ -908,17 +1052,30 @@ impl Schedule {
                 }
             }
         }
-        Ok(Sealed(self))
+        let reached =
+            (0..nranks as u16).filter(|p| self.touches(Place::PeerIn(*p)) || self.touches(Place::PeerOut(*p)));
+        let reached: Vec<u16> = reached.collect();
+        // Peers reach this rank's buffers in every schedule whose records carry offsets of device memory.
+        let reaches_me = self.header.flags & FLAG_PRIVATE == 0 && self.slot_len == 0;
+        Ok(Sealed { schedule: self, reached, reaches_me, last_wait })
     }
 }
 
 /// A schedule that was checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sealed(Schedule);
+pub struct Sealed {
+    schedule: Schedule,
+    /// Peers whose buffers the steps touch.
+    reached: Vec<u16>,
+    /// Whether peers may touch this rank's buffers.
+    reaches_me: bool,
+    /// Highest step waited for.
+    last_wait: u16,
+}
 
 impl std::ops::Deref for Sealed {
     type Target = Schedule;
     fn deref(&self) -> &Schedule {
-        &self.0
+        &self.schedule
     }
 }

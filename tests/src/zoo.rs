@@ -22,8 +22,8 @@ use anyhow::{Context, Result, bail, ensure};
 use wit_component::{ComponentEncoder, StringEncoding, embed_component_metadata};
 use wit_parser::abi::{AbiVariant, FlatTypes, WasmSignature, WasmType};
 use wit_parser::{
-    Function, Handle, InterfaceId, LiftLowerAbi, ManglingAndAbi, Resolve, SizeAlign, Type, TypeDefKind, WasmExport, WasmExportKind,
-    WorldId, WorldItem, WorldKey,
+    Function, Handle, InterfaceId, LiftLowerAbi, ManglingAndAbi, Resolve, SizeAlign, Type, TypeDefKind, WasmExport,
+    WasmExportKind, WorldId, WorldItem, WorldKey,
 };
 
 /// Where a made module puts an answer that goes through a pointer; 256 bytes, written anew by each call.
@@ -74,7 +74,8 @@ impl Wit {
         let mut sources = Vec::new();
         for name in ["nrt", "hw", "nccom", "lifecycle", "net", "worlds"] {
             let path = root().join("wit").join(name).join(format!("{name}.wit"));
-            let text = std::fs::read_to_string(&path).with_context(|| format!("the contract {} cannot be read", path.display()))?;
+            let text = std::fs::read_to_string(&path)
+                .with_context(|| format!("the contract {} cannot be read", path.display()))?;
             sources.push((name.to_string(), text));
         }
         Ok(Wit { sources })
@@ -114,7 +115,9 @@ impl Wit {
         ensure!(times == 1, "`{function}` is declared {times} times in the contract `{name}`, once was expected");
         let at = text.find(&start).unwrap_or_default();
         let end = at + text[at..].find(';').with_context(|| format!("the declaration of `{function}` has no end"))? + 1;
-        text.replace_range(at..end, &format!("\n  {to}"));
+        // What is removed takes its `@since` with it; two in a row would be an error.
+        let mark = text[..at].rfind('\n').filter(|line| to.is_empty() && text[*line..at].trim_start().starts_with('@'));
+        text.replace_range(mark.unwrap_or(at)..end, &format!("\n  {to}"));
         Ok(())
     }
 
@@ -136,8 +139,8 @@ impl Wit {
                 out.push_str(&rest[..end]);
                 rest = &rest[end..];
                 // Prose ("neuron:nrt carries ...") names packages too; a statement ends in `;`, `.{` or the version.
-                let stands = rest.starts_with(&from)
-                    && (old.is_some() || rest.starts_with(';') || rest.starts_with(".{"));
+                let stands =
+                    rest.starts_with(&from) && (old.is_some() || rest.starts_with(';') || rest.starts_with(".{"));
                 if stands {
                     out.push_str(&to);
                     rest = &rest[from.len()..];
@@ -277,7 +280,7 @@ impl Plugin {
         self
     }
 
-    /// Imports `$interface.function` whether or not a body calls it.
+    /// Imports `$interface.function` whether or not a body calls it; an empty interface stands for the world itself.
     pub fn import(&mut self, interface: &str, function: &str) -> &mut Self {
         self.wanted.insert(format!("${interface}.{function}"));
         self
@@ -353,10 +356,8 @@ impl Plugin {
         func: &Function,
         body: &Body,
     ) -> Result<()> {
-        let name = resolve.wasm_export_name(
-            ABI,
-            WasmExport::Func { interface: Some(key), func, kind: WasmExportKind::Normal },
-        );
+        let name = resolve
+            .wasm_export_name(ABI, WasmExport::Func { interface: Some(key), func, kind: WasmExportKind::Normal });
         let signature = resolve.wasm_signature(AbiVariant::GuestExport, func);
         let body = match body {
             Body::Trap => "unreachable".into(),
@@ -377,8 +378,14 @@ impl Plugin {
         wanted.extend(functions.split(ends).filter(|t| t.starts_with('$') && t.contains('.')).map(String::from));
         let mut out = String::new();
         for (key, item) in &resolve.worlds[world].imports {
-            let WorldItem::Interface { id, .. } = item else { continue };
             let module = resolve.name_world_key(key);
+            if let WorldItem::Function(func) = item
+                && wanted.remove(&format!("$.{}", func.name))
+            {
+                let signature = resolve.wasm_signature(AbiVariant::GuestImport, func);
+                writeln!(out, "(import \"$root\" {module:?} (func $.{}{}))", func.name, types(&signature))?;
+            }
+            let WorldItem::Interface { id, .. } = item else { continue };
             for (short, name, signature) in importable(resolve, *id) {
                 if wanted.remove(&short) {
                     writeln!(out, "(import {module:?} {name:?} (func {short}{}))", types(&signature))?;
@@ -401,7 +408,8 @@ fn importable(resolve: &Resolve, id: InterfaceId) -> Vec<(String, String, WasmSi
     }
     for (name, ty) in &interface.types {
         if matches!(resolve.types[*ty].kind, TypeDefKind::Resource) {
-            let takes = WasmSignature { params: vec![WasmType::I32], results: vec![], indirect_params: false, retptr: false };
+            let takes =
+                WasmSignature { params: vec![WasmType::I32], results: vec![], indirect_params: false, retptr: false };
             all.push((format!("${of}.{name}.drop"), format!("[resource-drop]{name}"), takes));
         }
     }
@@ -430,7 +438,11 @@ fn types(signature: &WasmSignature) -> String {
         WasmType::F64 => "f64",
     };
     let list = |word: &str, all: &[WasmType]| -> String {
-        if all.is_empty() { String::new() } else { format!(" ({word} {})", all.iter().map(name).collect::<Vec<_>>().join(" ")) }
+        if all.is_empty() {
+            String::new()
+        } else {
+            format!(" ({word} {})", all.iter().map(name).collect::<Vec<_>>().join(" "))
+        }
     };
     list("param", &signature.params) + &list("result", &signature.results)
 }
@@ -466,7 +478,8 @@ fn drop_borrows(resolve: &Resolve, func: &Function) -> Result<String> {
 fn error_answer(resolve: &Resolve, sizes: &SizeAlign, result: &Type, status: u32) -> Option<String> {
     let Type::Id(id) = result else { return None };
     let TypeDefKind::Result(result) = &resolve.types[*id].kind else { return None };
-    let at = ANSWER + sizes.payload_offset(wit_parser::Int::U8, [result.ok.as_ref(), result.err.as_ref()]).size_wasm32() as u32;
+    let at = ANSWER
+        + sizes.payload_offset(wit_parser::Int::U8, [result.ok.as_ref(), result.err.as_ref()]).size_wasm32() as u32;
     Some(store_status(ANSWER, at, status))
 }
 
@@ -484,7 +497,11 @@ fn store_status(result: u32, at: u32, status: u32) -> String {
 /// Body of a probe that answers 2.31.24.0, no hash, and the compatibility id, if there is one.
 pub fn probe(compatibility: Option<u64>) -> String {
     let id = compatibility.map_or_else(String::new, |id| {
-        format!("(i32.store8 (i32.const {}) (i32.const 1)) (i64.store (i32.const {}) (i64.const {id}))", ANSWER + 48, ANSWER + 56)
+        format!(
+            "(i32.store8 (i32.const {}) (i32.const 1)) (i64.store (i32.const {}) (i64.const {id}))",
+            ANSWER + 48,
+            ANSWER + 56
+        )
     });
     format!("{} {id} (i32.const {ANSWER})", version())
 }
@@ -643,7 +660,10 @@ pub fn rewrite(core: &[u8], edits: &[(&str, &str)]) -> Result<Vec<u8>> {
             _ => {
                 // Indices did not change, so that every other section is right as it stands.
                 if let Some((id, range)) = payload.as_section() {
-                    module.section(&wasm_encoder::RawSection { id, data: &core[range.start as usize..range.end as usize] });
+                    module.section(&wasm_encoder::RawSection {
+                        id,
+                        data: &core[range.start as usize..range.end as usize],
+                    });
                 }
             }
         }
@@ -654,7 +674,8 @@ pub fn rewrite(core: &[u8], edits: &[(&str, &str)]) -> Result<Vec<u8>> {
 /// Assembles one function body of the given type.
 fn body(ty: &wasmparser::FuncType, wat: &str) -> Result<Vec<u8>> {
     use wasmparser::{Parser, Payload};
-    let list = |word: &str, all: &[wasmparser::ValType]| -> String { all.iter().map(|t| format!(" ({word} {t})")).collect() };
+    let list =
+        |word: &str, all: &[wasmparser::ValType]| -> String { all.iter().map(|t| format!(" ({word} {t})")).collect() };
     let text = format!("(module (func{}{} {wat}))", list("param", ty.params()), list("result", ty.results()));
     let module = wat::parse_str(&text).with_context(|| text.clone())?;
     for payload in Parser::new(0).parse_all(&module) {

@@ -25,10 +25,7 @@ struct Guest {
 }
 
 /// All guests of this workspace.
-const GUESTS: &[Guest] = &[Guest {
-    package: "nccom",
-    plugin: "nccom",
-}];
+const GUESTS: &[Guest] = &[Guest { package: "nccom", plugin: "nccom" }];
 
 /// The cargo profile of guests, in the workspace's Cargo.toml.
 const PROFILE: &str = "guest";
@@ -56,29 +53,20 @@ pub fn build(root: &Path, toolchain: &Toolchain, logs: &Path) -> Result<Vec<Plug
     let target = root.join("target").join("guests");
     compile(root, toolchain, &target, logs)?;
     let plugins = root.join("target").join("plugins");
-    fs::create_dir_all(&plugins)
-        .with_context(|| format!("The folder {} could not be made", plugins.display()))?;
-    GUESTS
-        .iter()
-        .map(|guest| componentise(guest, &target, &plugins))
-        .collect()
+    fs::create_dir_all(&plugins).with_context(|| format!("The folder {} could not be made", plugins.display()))?;
+    GUESTS.iter().map(|guest| componentise(guest, &target, &plugins)).collect()
 }
 
 fn compile(root: &Path, toolchain: &Toolchain, target: &Path, logs: &Path) -> Result<()> {
     let mut command = toolchain.cargo_build();
     // Guests live in a folder of their own: another compiler or other features would otherwise undo the host's builds.
-    command
-        .args(["--profile", PROFILE, "--lib", "--target-dir"])
-        .arg(target)
-        .current_dir(root);
+    command.args(["--profile", PROFILE, "--lib", "--target-dir"]).arg(target).current_dir(root);
     for guest in GUESTS {
         command.args(["--package", guest.package]);
     }
     let names: Vec<&str> = GUESTS.iter().map(|guest| guest.package).collect();
     let names = names.join(", ");
-    let notice = format!(
-        "building the guests ({names}) with {toolchain}; the first time takes some minutes"
-    );
+    let notice = format!("building the guests ({names}) with {toolchain}; the first time takes some minutes");
     let log = logs.join(format!("guests.{}.log", process::id()));
     match step::run(&mut command, &notice, &log, BUILD_LIMIT) {
         Ok(()) => Ok(()),
@@ -86,10 +74,7 @@ fn compile(root: &Path, toolchain: &Toolchain, target: &Path, logs: &Path) -> Re
             "The guests ({names}) did not build with {toolchain}. The end of what cargo said (all of it: {}):\n{tail}",
             log.display()
         ),
-        Err(failure) => bail!(
-            "The guests ({names}) did not build with {toolchain}: cargo {}",
-            failure.reason()
-        ),
+        Err(failure) => bail!("The guests ({names}) did not build with {toolchain}: cargo {}", failure.reason()),
     }
 }
 
@@ -97,24 +82,15 @@ fn componentise(guest: &Guest, target: &Path, plugins: &Path) -> Result<Plugin> 
     let artefact = format!("{}.wasm", guest.package.replace('-', "_"));
     let built = target.join(TARGET).join(PROFILE).join(artefact);
     let core = fs::read(&built).with_context(|| {
-        format!(
-            "Cargo built package {}, but {} cannot be read; is the crate a cdylib?",
-            guest.package,
-            built.display()
-        )
+        format!("Cargo built package {}, but {} cannot be read; is the crate a cdylib?", guest.package, built.display())
     })?;
-    let component = encode(&core)
-        .with_context(|| format!("No component can be made of {}", built.display()))?;
+    let component = encode(&core).with_context(|| format!("No component can be made of {}", built.display()))?;
     let path = plugins.join(format!("{}.wasm", guest.plugin));
     // Encoding takes milliseconds, so it is always done: a component that was damaged, or made by an older
     // wit-component, is then replaced.
     let changed = write_if_changed(&path, &component)?;
     write_if_changed(&plugins.join(format!("{}.core.wasm", guest.plugin)), &core)?;
-    Ok(Plugin {
-        path,
-        bytes: component.len(),
-        changed,
-    })
+    Ok(Plugin { path, bytes: component.len(), changed })
 }
 
 /// The component of a core module that carries its world in a `component-type` section.
@@ -125,10 +101,7 @@ fn encode(core: &[u8]) -> Result<Vec<u8>> {
             "it has no component-type section; the crate must call wit_bindgen::generate! for its world, and export!"
         );
     }
-    ComponentEncoder::default()
-        .validate(true)
-        .module(core)?
-        .encode()
+    ComponentEncoder::default().validate(true).module(core)?.encode()
 }
 
 /// Writes through a temporary name, so that a reader sees the old file or the new one. Returns whether it wrote.
@@ -160,17 +133,13 @@ mod tests {
 
     /// An empty core module: magic and version.
     const EMPTY_MODULE: &[u8] = b"\0asm\x01\0\0\0";
-    const GUEST: Guest = Guest {
-        package: "a-guest",
-        plugin: "plug",
-    };
+    const GUEST: Guest = Guest { package: "a-guest", plugin: "plug" };
 
     /// An empty core module whose world, which is empty too, is told in a component-type section.
     fn guest_module() -> Vec<u8> {
         let mut module = EMPTY_MODULE.to_vec();
         let Bindgen { resolve, world, .. } = Bindgen::default();
-        embed_component_metadata(&mut module, &resolve, world, StringEncoding::UTF8, false)
-            .unwrap();
+        embed_component_metadata(&mut module, &resolve, world, StringEncoding::UTF8, false).unwrap();
         module
     }
 
@@ -190,10 +159,7 @@ mod tests {
         let component = fs::read(folder.path().join("plug.wasm")).unwrap();
         assert_eq!(&component[..8], b"\0asm\x0d\0\x01\0");
         assert_eq!(first.bytes, component.len());
-        assert_eq!(
-            fs::read(folder.path().join("plug.core.wasm")).unwrap(),
-            guest_module()
-        );
+        assert_eq!(fs::read(folder.path().join("plug.core.wasm")).unwrap(), guest_module());
 
         assert!(!built(&folder, &guest_module()).unwrap().changed);
     }
@@ -213,10 +179,7 @@ mod tests {
     fn a_module_without_a_world_is_refused() {
         let folder = TestFolder::new("guests-no-world");
         let text = format!("{:#}", built(&folder, EMPTY_MODULE).unwrap_err());
-        assert!(
-            text.contains("a_guest.wasm") && text.contains("no component-type section"),
-            "{text}"
-        );
+        assert!(text.contains("a_guest.wasm") && text.contains("no component-type section"), "{text}");
         assert!(!folder.path().join("plug.wasm").exists());
     }
 
@@ -234,10 +197,7 @@ mod tests {
         assert!(write_if_changed(&path, b"one").unwrap());
         assert!(!write_if_changed(&path, b"one").unwrap());
         assert!(write_if_changed(&path, b"two").unwrap());
-        let names: Vec<_> = fs::read_dir(folder.path())
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name())
-            .collect();
+        let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(names, ["a.wasm"]);
         // A folder stands where the file should: nothing can be renamed onto it.
         fs::create_dir_all(folder.path().join("b.wasm/inside")).unwrap();

@@ -68,11 +68,7 @@ fn main() -> ExitCode {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             note(&format!("error: {error:#}"));
-            ExitCode::from(if error.is::<Usage>() || error.is::<Unavailable>() {
-                2
-            } else {
-                1
-            })
+            ExitCode::from(if error.is::<Usage>() || error.is::<Unavailable>() { 2 } else { 1 })
         }
     }
 }
@@ -94,12 +90,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
         "guests" => {
             no_arguments(command, rest)?;
             let plugins = Workspace::find()?.build_guests()?;
-            for Plugin {
-                path,
-                bytes,
-                changed,
-            } in plugins
-            {
+            for Plugin { path, bytes, changed } in plugins {
                 let state = if changed { "new" } else { "unchanged" };
                 println!("{} ({} kB, {state})", path.display(), bytes.div_ceil(1000));
             }
@@ -130,20 +121,15 @@ fn help() -> Result<u8> {
 fn no_arguments(command: &str, rest: &[OsString]) -> Result<()> {
     match rest.first() {
         None => Ok(()),
-        Some(word) => Err(Usage(format!(
-            "{command} takes no argument, but got \"{}\".",
-            word.to_string_lossy()
-        ))
-        .into()),
+        Some(word) => {
+            Err(Usage(format!("{command} takes no argument, but got \"{}\".", word.to_string_lossy())).into())
+        }
     }
 }
 
 fn setup(workspace: &Workspace) -> Result<u8> {
     let toolchain = workspace.toolchain()?;
-    println!(
-        "Guests are built by {toolchain}: route \"{}\".",
-        toolchain.route
-    );
+    println!("Guests are built by {toolchain}: route \"{}\".", toolchain.route);
     println!("Nothing else is needed. Next: `cargo xtask demo`.");
     Ok(0)
 }
@@ -168,9 +154,7 @@ fn spec_coverage(root: &Path, arguments: &[OsString]) -> Result<u8> {
     }
     let invariants = spec::invariants()?;
     let required = match list {
-        Some(list) => {
-            spec::parse_required(&list, &invariants).map_err(|error| Usage(error.to_string()))?
-        }
+        Some(list) => spec::parse_required(&list, &invariants).map_err(|error| Usage(error.to_string()))?,
         None => Vec::new(),
     };
     let coverage = spec::coverage(root, &invariants)?;
@@ -178,15 +162,9 @@ fn spec_coverage(root: &Path, arguments: &[OsString]) -> Result<u8> {
     for complaint in &coverage.complaints {
         note(&format!("this claim does not count: {complaint}"));
     }
-    let lacking: Vec<u16> = required
-        .into_iter()
-        .filter(|number| !coverage.has(*number))
-        .collect();
+    let lacking: Vec<u16> = required.into_iter().filter(|number| !coverage.has(*number)).collect();
     if !lacking.is_empty() {
-        bail!(
-            "These required invariants have no test: {}",
-            spec::names(&lacking)
-        );
+        bail!("These required invariants have no test: {}", spec::names(&lacking));
     }
     Ok(0)
 }
@@ -194,19 +172,13 @@ fn spec_coverage(root: &Path, arguments: &[OsString]) -> Result<u8> {
 /// Runs a program in the foreground and returns its exit code; one that died of signal n counts as 128 + n, as in a
 /// shell.
 fn pass_on(command: &mut Command) -> Result<u8> {
-    let status = command.status().with_context(|| {
-        format!(
-            "{} could not be run",
-            command.get_program().to_string_lossy()
-        )
-    })?;
+    let status =
+        command.status().with_context(|| format!("{} could not be run", command.get_program().to_string_lossy()))?;
     Ok(exit_code(status))
 }
 
 fn exit_code(status: ExitStatus) -> u8 {
-    let code = status
-        .code()
-        .or_else(|| status.signal().map(|signal| 128 + signal));
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1)
 }
 
@@ -220,18 +192,12 @@ struct Workspace {
 impl Workspace {
     fn find() -> Result<Self> {
         // Cargo sets the variable for what it runs; the constant is for a program that is started by hand.
-        let own =
-            env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-        let root = Path::new(&own)
-            .parent()
-            .map(Path::to_owned)
-            .unwrap_or_default();
+        let own = env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let root = Path::new(&own).parent().map(Path::to_owned).unwrap_or_default();
         if !root.join("xtask").join("Cargo.toml").exists() {
-            return Err(Usage(format!(
-                "{} is not wccl's workspace; start this by `cargo xtask`.",
-                root.display()
-            ))
-            .into());
+            return Err(
+                Usage(format!("{} is not wccl's workspace; start this by `cargo xtask`.", root.display())).into()
+            );
         }
         let logs = root.join("target").join("xtask");
         Ok(Self { root, logs })
@@ -239,11 +205,7 @@ impl Workspace {
 
     /// The cargo that runs us, for this workspace.
     fn cargo(&self) -> Command {
-        let mut command = Command::new(
-            env::var_os("CARGO")
-                .as_deref()
-                .unwrap_or(OsStr::new("cargo")),
-        );
+        let mut command = Command::new(env::var_os("CARGO").as_deref().unwrap_or(OsStr::new("cargo")));
         command.current_dir(&self.root);
         command
     }
@@ -264,16 +226,12 @@ impl Workspace {
         // The whole workspace is selected, although one program is wanted: dependencies then get the features that the
         // tests give them, and the runtime, by far the longest part, is not compiled twice.
         cargo.args(["build", "--release", "--workspace", "--bin", "wccl"]);
-        let notice =
-            "building wccl; the first time takes minutes, most of them for the WebAssembly runtime";
+        let notice = "building wccl; the first time takes minutes, most of them for the WebAssembly runtime";
         let log = self.logs.join(format!("wccl.{}.log", process::id()));
         match step::run(&mut cargo, notice, &log, BUILD_LIMIT) {
             Ok(()) => {}
             Err(Failure::Refused(_, tail)) => {
-                bail!(
-                    "wccl did not build. The end of what cargo said (all of it: {}):\n{tail}",
-                    log.display()
-                )
+                bail!("wccl did not build. The end of what cargo said (all of it: {}):\n{tail}", log.display())
             }
             Err(failure) => bail!("wccl did not build: cargo {}", failure.reason()),
         }
@@ -282,10 +240,7 @@ impl Workspace {
         let target = own.ancestors().nth(2).unwrap_or(&self.root);
         let program = target.join("release").join("wccl");
         if !program.exists() {
-            bail!(
-                "Cargo built wccl, but {} does not exist; start this by `cargo xtask`.",
-                program.display()
-            );
+            bail!("Cargo built wccl, but {} does not exist; start this by `cargo xtask`.", program.display());
         }
         Ok(program)
     }
@@ -312,29 +267,14 @@ mod tests {
         for words in calls {
             let error = run_words(words).unwrap_err();
             assert!(error.is::<Usage>(), "{words:?}: {error:?}");
-            assert!(
-                error.to_string().ends_with("`cargo xtask help` explains."),
-                "{error}"
-            );
+            assert!(error.to_string().ends_with("`cargo xtask help` explains."), "{error}");
         }
     }
 
     #[test]
     fn the_help_names_every_command() {
-        for command in [
-            "setup",
-            "guests",
-            "demo",
-            "bench",
-            "test",
-            "spec-coverage",
-            "help",
-        ] {
-            assert!(
-                HELP.lines()
-                    .any(|line| line.trim_start().starts_with(command)),
-                "{command}"
-            );
+        for command in ["setup", "guests", "demo", "bench", "test", "spec-coverage", "help"] {
+            assert!(HELP.lines().any(|line| line.trim_start().starts_with(command)), "{command}");
         }
         assert!(HELP.contains(ROUTE_VARIABLE));
     }

@@ -86,23 +86,13 @@ impl Toolchain {
         command.args(["build", "--target", TARGET]);
         // Flags and targets that a user sets for the host (target-cpu=native, say) do not fit a guest. An empty
         // value, unlike an absent one, also overrides the configuration files.
-        command
-            .env("CARGO_ENCODED_RUSTFLAGS", "")
-            .env_remove("CARGO_BUILD_TARGET");
+        command.env("CARGO_ENCODED_RUSTFLAGS", "").env_remove("CARGO_BUILD_TARGET");
         if self.route == Route::Debian {
             command.arg("-Zbuild-std=std,panic_abort");
-            command
-                .env("RUSTC", DEBIAN_RUSTC)
-                .env("RUSTC_BOOTSTRAP", "1");
+            command.env("RUSTC", DEBIAN_RUSTC).env("RUSTC_BOOTSTRAP", "1");
             command.env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", DEBIAN_LINKER);
             // `cargo run` of another toolchain set these for us; that compiler must not see them.
-            for name in [
-                "RUSTUP_TOOLCHAIN",
-                "LD_LIBRARY_PATH",
-                "RUSTC_WRAPPER",
-                "RUSTC_WORKSPACE_WRAPPER",
-                "CARGO",
-            ] {
+            for name in ["RUSTUP_TOOLCHAIN", "LD_LIBRARY_PATH", "RUSTC_WRAPPER", "RUSTC_WORKSPACE_WRAPPER", "CARGO"] {
                 command.env_remove(name);
             }
         }
@@ -113,16 +103,8 @@ impl Toolchain {
 impl fmt::Display for Toolchain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.route {
-            Route::Rustup => write!(
-                f,
-                "rustc {} (the active toolchain, which has {TARGET})",
-                self.version
-            ),
-            Route::Debian => write!(
-                f,
-                "rustc {} (Debian's rustc-web, standard library from its source)",
-                self.version
-            ),
+            Route::Rustup => write!(f, "rustc {} (the active toolchain, which has {TARGET})", self.version),
+            Route::Debian => write!(f, "rustc {} (Debian's rustc-web, standard library from its source)", self.version),
         }
     }
 }
@@ -137,26 +119,15 @@ pub struct Unavailable {
 
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Guests cannot be built: this machine has no compiler for {TARGET}"
-        )?;
+        write!(f, "Guests cannot be built: this machine has no compiler for {TARGET}")?;
         if let Some(route) = self.forced {
             write!(f, " by the route \"{route}\" that {ROUTE_VARIABLE} forces")?;
         }
         f.write_str(", and none could be installed; ")?;
         match self.forced {
-            None => write!(
-                f,
-                "run `{RUSTUP_ADD}`, or as root `{}`, then `cargo xtask setup`.",
-                apt_commands()
-            )?,
+            None => write!(f, "run `{RUSTUP_ADD}`, or as root `{}`, then `cargo xtask setup`.", apt_commands())?,
             Some(Route::Rustup) => write!(f, "run `{RUSTUP_ADD}`, or unset {ROUTE_VARIABLE}.")?,
-            Some(Route::Debian) => write!(
-                f,
-                "run as root `{}`, or unset {ROUTE_VARIABLE}.",
-                apt_commands()
-            )?,
+            Some(Route::Debian) => write!(f, "run as root `{}`, or unset {ROUTE_VARIABLE}.", apt_commands())?,
         }
         f.write_str(" Tried:")?;
         for attempt in &self.tried {
@@ -171,10 +142,7 @@ impl std::error::Error for Unavailable {}
 const RUSTUP_ADD: &str = "rustup target add wasm32-unknown-unknown";
 
 fn apt_commands() -> String {
-    format!(
-        "apt-get update && apt-get install -y --no-install-recommends {}",
-        PACKAGES.join(" ")
-    )
+    format!("apt-get update && apt-get install -y --no-install-recommends {}", PACKAGES.join(" "))
 }
 
 /// One thing to try on the way to a compiler.
@@ -191,11 +159,7 @@ enum Attempt {
 /// # Errors
 ///
 /// [`Unavailable`] when every attempt got a "no".
-pub fn find_or_install(
-    forced: Option<Route>,
-    root: &Path,
-    logs: &Path,
-) -> Result<Toolchain, Unavailable> {
+pub fn find_or_install(forced: Option<Route>, root: &Path, logs: &Path) -> Result<Toolchain, Unavailable> {
     resolve(forced, |attempt| match attempt {
         Attempt::Use(route) => find(route, root),
         Attempt::Install(route) => {
@@ -215,12 +179,7 @@ fn resolve(
 ) -> Result<Toolchain, Unavailable> {
     use Attempt::{Install, Use};
     let order = match forced {
-        None => vec![
-            Use(Route::Rustup),
-            Use(Route::Debian),
-            Install(Route::Rustup),
-            Install(Route::Debian),
-        ],
+        None => vec![Use(Route::Rustup), Use(Route::Debian), Install(Route::Rustup), Install(Route::Debian)],
         Some(route) => vec![Use(route), Install(route)],
     };
     let mut tried = Vec::new();
@@ -245,22 +204,11 @@ fn find(route: Route, root: &Path) -> Result<Toolchain, String> {
 fn find_active(root: &Path) -> Result<Toolchain, String> {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let version = rustc_version(&rustc, root)?;
-    let libraries = PathBuf::from(query(
-        &rustc,
-        &["--print", "target-libdir", "--target", TARGET],
-        root,
-    )?);
+    let libraries = PathBuf::from(query(&rustc, &["--print", "target-libdir", "--target", TARGET], root)?);
     if !holds_std(&libraries) {
-        return Err(format!(
-            "the active toolchain has no standard library for {TARGET} in {}",
-            libraries.display()
-        ));
+        return Err(format!("the active toolchain has no standard library for {TARGET} in {}", libraries.display()));
     }
-    Ok(Toolchain {
-        route: Route::Rustup,
-        version,
-        cargo: env::var_os("CARGO").unwrap_or_else(|| "cargo".into()),
-    })
+    Ok(Toolchain { route: Route::Rustup, version, cargo: env::var_os("CARGO").unwrap_or_else(|| "cargo".into()) })
 }
 
 /// Whether a compiled standard library lies in `folder`.
@@ -277,45 +225,27 @@ fn holds_std(folder: &Path) -> bool {
 fn find_debian() -> Result<Toolchain, String> {
     for program in [DEBIAN_RUSTC, DEBIAN_CARGO, DEBIAN_LINKER] {
         if !Path::new(program).exists() {
-            return Err(format!(
-                "{program} does not exist (Debian's {})",
-                PACKAGES.join(", ")
-            ));
+            return Err(format!("{program} does not exist (Debian's {})", PACKAGES.join(", ")));
         }
     }
     let anywhere = Path::new("/");
     let version = rustc_version(DEBIAN_RUSTC.as_ref(), anywhere)?;
     let wanted = env!("CARGO_PKG_RUST_VERSION");
     if !at_least(&version, wanted) {
-        return Err(format!(
-            "{DEBIAN_RUSTC} is version {version}, but this workspace needs {wanted} or later"
-        ));
+        return Err(format!("{DEBIAN_RUSTC} is version {version}, but this workspace needs {wanted} or later"));
     }
-    let sysroot = PathBuf::from(query(
-        DEBIAN_RUSTC.as_ref(),
-        &["--print", "sysroot"],
-        anywhere,
-    )?);
+    let sysroot = PathBuf::from(query(DEBIAN_RUSTC.as_ref(), &["--print", "sysroot"], anywhere)?);
     let source = sysroot.join("lib/rustlib/src/rust/library/std/Cargo.toml");
     if !source.exists() {
-        return Err(format!(
-            "{} does not exist (Debian's rust-web-src)",
-            source.display()
-        ));
+        return Err(format!("{} does not exist (Debian's rust-web-src)", source.display()));
     }
-    Ok(Toolchain {
-        route: Route::Debian,
-        version,
-        cargo: DEBIAN_CARGO.into(),
-    })
+    Ok(Toolchain { route: Route::Debian, version, cargo: DEBIAN_CARGO.into() })
 }
 
 fn rustc_version(rustc: &OsStr, folder: &Path) -> Result<String, String> {
     let text = query(rustc, &["-vV"], folder)?;
     let release = text.lines().find_map(|line| line.strip_prefix("release: "));
-    release
-        .map(str::to_owned)
-        .ok_or_else(|| format!("`{} -vV` names no release", rustc.to_string_lossy()))
+    release.map(str::to_owned).ok_or_else(|| format!("`{} -vV` names no release", rustc.to_string_lossy()))
 }
 
 /// What a program prints, trimmed; its refusal as a sentence.
@@ -328,12 +258,7 @@ fn query(program: &OsStr, arguments: &[&str], folder: &Path) -> Result<String, S
         .map_err(|error| format!("{} could not be run: {error}", said()))?;
     if !output.status.success() {
         let errors = String::from_utf8_lossy(&output.stderr);
-        return Err(format!(
-            "{} said no ({}): {}",
-            said(),
-            output.status,
-            step::tail(&errors, 1)
-        ));
+        return Err(format!("{} said no ({}): {}", said(), output.status, step::tail(&errors, 1)));
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
@@ -342,9 +267,7 @@ fn query(program: &OsStr, arguments: &[&str], folder: &Path) -> Result<String, S
 fn at_least(version: &str, wanted: &str) -> bool {
     fn numbers(text: &str) -> [u32; 3] {
         let mut parts = text.split('.').map(|part| {
-            let digits = part
-                .find(|c: char| !c.is_ascii_digit())
-                .map_or(part, |end| &part[..end]);
+            let digits = part.find(|c: char| !c.is_ascii_digit()).map_or(part, |end| &part[..end]);
             digits.parse().unwrap_or(0)
         });
         [(); 3].map(|()| parts.next().unwrap_or(0))
@@ -357,67 +280,34 @@ fn install_by_rustup(root: &Path, logs: &Path) -> Result<(), String> {
     let mut command = Command::new(words.next().unwrap_or_default());
     command.args(words).current_dir(root);
     let notice = format!("running `{RUSTUP_ADD}`: guests need that target's standard library");
-    install(
-        &mut command,
-        RUSTUP_ADD,
-        &notice,
-        &logs.join("rustup"),
-        RUSTUP_LIMIT,
-    )
+    install(&mut command, RUSTUP_ADD, &notice, &logs.join("rustup"), RUSTUP_LIMIT)
 }
 
 fn install_by_apt(logs: &Path) -> Result<(), String> {
     if query("id".as_ref(), &["-u"], Path::new("/"))? != "0" {
-        return Err(format!(
-            "`{}` needs root, which this user is not",
-            apt_commands()
-        ));
+        return Err(format!("`{}` needs root, which this user is not", apt_commands()));
     }
     let mut update = Command::new("apt-get");
     update.arg("update");
     let notice = "running `apt-get update`: guests need Debian's rustc-web";
     // Lists that are a little old often do; whether these did is seen when the packages are installed.
-    let updated = install(
-        &mut update,
-        "apt-get update",
-        notice,
-        &logs.join("apt-update"),
-        APT_LIMIT,
-    );
+    let updated = install(&mut update, "apt-get update", notice, &logs.join("apt-update"), APT_LIMIT);
 
     let mut command = Command::new("apt-get");
-    command
-        .args(["install", "-y", "--no-install-recommends"])
-        .args(PACKAGES);
+    command.args(["install", "-y", "--no-install-recommends"]).args(PACKAGES);
     command.env("DEBIAN_FRONTEND", "noninteractive");
-    let said = format!(
-        "apt-get install -y --no-install-recommends {}",
-        PACKAGES.join(" ")
-    );
+    let said = format!("apt-get install -y --no-install-recommends {}", PACKAGES.join(" "));
     let notice = format!("running `{said}`: guests need that compiler (about half a minute)");
-    let installed = install(
-        &mut command,
-        &said,
-        &notice,
-        &logs.join("apt-install"),
-        APT_LIMIT,
-    );
+    let installed = install(&mut command, &said, &notice, &logs.join("apt-install"), APT_LIMIT);
     match (installed, updated) {
         (Err(no), Err(earlier)) => Err(format!("{no}; before it, {earlier}")),
         (result, _) => result,
     }
 }
 
-fn install(
-    command: &mut Command,
-    said: &str,
-    notice: &str,
-    log: &Path,
-    limit: Duration,
-) -> Result<(), String> {
+fn install(command: &mut Command, said: &str, notice: &str, log: &Path, limit: Duration) -> Result<(), String> {
     let log = log.with_extension(format!("{}.log", process::id()));
-    step::run(command, notice, &log, limit)
-        .map_err(|failure| format!("`{said}` {}", failure.reason()))
+    step::run(command, notice, &log, limit).map_err(|failure| format!("`{said}` {}", failure.reason()))
 }
 
 #[cfg(test)]
@@ -426,27 +316,16 @@ mod tests {
     use crate::test_folder::TestFolder;
 
     fn toolchain(route: Route) -> Toolchain {
-        Toolchain {
-            route,
-            version: "1.96.0".into(),
-            cargo: "cargo".into(),
-        }
+        Toolchain { route, version: "1.96.0".into(), cargo: "cargo".into() }
     }
 
     /// What `resolve` attempts when only `works` succeeds.
-    fn attempts(
-        forced: Option<Route>,
-        works: Option<Attempt>,
-    ) -> (Vec<Attempt>, Result<Toolchain, Unavailable>) {
+    fn attempts(forced: Option<Route>, works: Option<Attempt>) -> (Vec<Attempt>, Result<Toolchain, Unavailable>) {
         let mut seen = Vec::new();
         let result = resolve(forced, |attempt| {
             seen.push(attempt);
             let (Attempt::Use(route) | Attempt::Install(route)) = attempt;
-            if Some(attempt) == works {
-                Ok(toolchain(route))
-            } else {
-                Err(format!("{attempt:?} says no"))
-            }
+            if Some(attempt) == works { Ok(toolchain(route)) } else { Err(format!("{attempt:?} says no")) }
         });
         (seen, result)
     }
@@ -457,11 +336,7 @@ mod tests {
         assert_eq!(Route::parse(Some("")), Ok(None));
         assert_eq!(Route::parse(Some("rustup")), Ok(Some(Route::Rustup)));
         assert_eq!(Route::parse(Some("debian")), Ok(Some(Route::Debian)));
-        assert!(
-            Route::parse(Some("Rustup"))
-                .unwrap_err()
-                .contains("\"Rustup\"")
-        );
+        assert!(Route::parse(Some("Rustup")).unwrap_err().contains("\"Rustup\""));
     }
 
     #[test]
@@ -472,15 +347,7 @@ mod tests {
         assert_eq!(result, Ok(toolchain(Route::Debian)));
 
         let (seen, result) = attempts(None, Some(Install(Route::Debian)));
-        assert_eq!(
-            seen,
-            [
-                Use(Route::Rustup),
-                Use(Route::Debian),
-                Install(Route::Rustup),
-                Install(Route::Debian)
-            ]
-        );
+        assert_eq!(seen, [Use(Route::Rustup), Use(Route::Debian), Install(Route::Rustup), Install(Route::Debian)]);
         assert_eq!(result, Ok(toolchain(Route::Debian)));
     }
 
@@ -491,10 +358,7 @@ mod tests {
             let (seen, result) = attempts(Some(route), None);
             assert_eq!(seen, [Use(route), Install(route)]);
             let text = result.unwrap_err().to_string();
-            assert!(
-                text.contains(&format!("\"{route}\"")) && text.contains("unset WCCL_GUEST_ROUTE"),
-                "{text}"
-            );
+            assert!(text.contains(&format!("\"{route}\"")) && text.contains("unset WCCL_GUEST_ROUTE"), "{text}");
         }
     }
 
@@ -505,10 +369,7 @@ mod tests {
         for attempt in seen {
             assert!(text.contains(&format!("{attempt:?} says no")), "{text}");
         }
-        assert!(
-            text.contains(RUSTUP_ADD) && text.contains("rust-web-src"),
-            "{text}"
-        );
+        assert!(text.contains(RUSTUP_ADD) && text.contains("rust-web-src"), "{text}");
     }
 
     #[test]
@@ -536,17 +397,9 @@ mod tests {
     fn guests_never_see_the_hosts_flags() {
         for route in [Route::Rustup, Route::Debian] {
             let command = toolchain(route).cargo_build();
-            let flags: Vec<_> = command
-                .get_envs()
-                .filter(|(name, _)| *name == "CARGO_ENCODED_RUSTFLAGS")
-                .collect();
-            assert_eq!(
-                flags,
-                [("CARGO_ENCODED_RUSTFLAGS".as_ref(), Some("".as_ref()))]
-            );
-            let builds_std = command
-                .get_args()
-                .any(|word| word == "-Zbuild-std=std,panic_abort");
+            let flags: Vec<_> = command.get_envs().filter(|(name, _)| *name == "CARGO_ENCODED_RUSTFLAGS").collect();
+            assert_eq!(flags, [("CARGO_ENCODED_RUSTFLAGS".as_ref(), Some("".as_ref()))]);
+            let builds_std = command.get_args().any(|word| word == "-Zbuild-std=std,panic_abort");
             assert_eq!(builds_std, route == Route::Debian);
         }
     }

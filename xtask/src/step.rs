@@ -32,21 +32,12 @@ impl Failure {
     /// The reason as the end of a sentence that began with the command.
     pub fn reason(&self) -> String {
         match self {
-            Self::Unusable(error) if error.kind() == io::ErrorKind::NotFound => {
-                "is not installed".to_string()
-            }
+            Self::Unusable(error) if error.kind() == io::ErrorKind::NotFound => "is not installed".to_string(),
             Self::Unusable(error) => format!("could not be run: {error}"),
             Self::Refused(status, tail) => {
                 // Tools print their verdict last, but rustup and apt follow it with hints: the error line says more.
-                let line = tail
-                    .lines()
-                    .rev()
-                    .find(|l| is_error_line(l))
-                    .or_else(|| tail.lines().next_back());
-                format!(
-                    "said no ({status}): {}",
-                    line.unwrap_or("it printed nothing").trim()
-                )
+                let line = tail.lines().rev().find(|l| is_error_line(l)).or_else(|| tail.lines().next_back());
+                format!("said no ({status}): {}", line.unwrap_or("it printed nothing").trim())
             }
             Self::NoAnswer(limit) => {
                 format!("gave no answer within {} s and was ended", limit.as_secs())
@@ -65,12 +56,7 @@ fn is_error_line(line: &str) -> bool {
 /// # Errors
 ///
 /// See [`Failure`]; the log is then still there.
-pub fn run(
-    command: &mut Command,
-    notice: &str,
-    log: &Path,
-    limit: Duration,
-) -> Result<(), Failure> {
+pub fn run(command: &mut Command, notice: &str, log: &Path, limit: Duration) -> Result<(), Failure> {
     let file = open_log(log).map_err(Failure::Unusable)?;
     let errors = file.try_clone().map_err(Failure::Unusable)?;
     command.stdin(Stdio::null()).stdout(file).stderr(errors);
@@ -105,10 +91,7 @@ pub fn run(
         return Ok(());
     }
     let text = fs::read(log).map_err(Failure::Unusable)?;
-    Err(Failure::Refused(
-        status,
-        tail(&String::from_utf8_lossy(&text), TAIL_LINES),
-    ))
+    Err(Failure::Refused(status, tail(&String::from_utf8_lossy(&text), TAIL_LINES)))
 }
 
 /// A line for the person who waits. A closed standard error is no reason to stop the work.
@@ -152,12 +135,7 @@ mod tests {
     fn success_leaves_no_log() {
         let folder = TestFolder::new("step-ok");
         let log = folder.path().join("a.log");
-        let result = run(
-            Command::new("sh").args(["-c", "echo fine"]),
-            "unused",
-            &log,
-            MINUTE,
-        );
+        let result = run(Command::new("sh").args(["-c", "echo fine"]), "unused", &log, MINUTE);
         assert!(result.is_ok(), "{result:?}");
         assert!(!log.exists());
     }
@@ -167,37 +145,19 @@ mod tests {
         let folder = TestFolder::new("step-no");
         let log = folder.path().join("a.log");
         let script = "echo one; echo 'error: no such target' >&2; echo 'note: a hint'; exit 7";
-        let failure = run(
-            Command::new("sh").args(["-c", script]),
-            "unused",
-            &log,
-            MINUTE,
-        )
-        .unwrap_err();
+        let failure = run(Command::new("sh").args(["-c", script]), "unused", &log, MINUTE).unwrap_err();
         assert!(log.exists());
-        let Failure::Refused(status, tail) = &failure else {
-            panic!("{failure:?}")
-        };
+        let Failure::Refused(status, tail) = &failure else { panic!("{failure:?}") };
         assert_eq!(status.code(), Some(7));
         assert_eq!(tail, "one\nerror: no such target\nnote: a hint");
-        assert!(
-            failure.reason().ends_with("error: no such target"),
-            "{}",
-            failure.reason()
-        );
+        assert!(failure.reason().ends_with("error: no such target"), "{}", failure.reason());
     }
 
     #[test]
     fn a_missing_program_is_said_to_be_missing() {
         let folder = TestFolder::new("step-missing");
         let log = folder.path().join("a.log");
-        let failure = run(
-            &mut Command::new("no-such-program-here"),
-            "unused",
-            &log,
-            MINUTE,
-        )
-        .unwrap_err();
+        let failure = run(&mut Command::new("no-such-program-here"), "unused", &log, MINUTE).unwrap_err();
         assert_eq!(failure.reason(), "is not installed");
         assert!(!log.exists());
     }
@@ -206,16 +166,7 @@ mod tests {
     fn a_command_past_its_limit_is_ended() {
         let folder = TestFolder::new("step-slow");
         let log = folder.path().join("a.log");
-        let failure = run(
-            Command::new("sleep").arg("600"),
-            "unused",
-            &log,
-            Duration::ZERO,
-        )
-        .unwrap_err();
-        assert!(
-            matches!(failure, Failure::NoAnswer(limit) if limit.is_zero()),
-            "{failure:?}"
-        );
+        let failure = run(Command::new("sleep").arg("600"), "unused", &log, Duration::ZERO).unwrap_err();
+        assert!(matches!(failure, Failure::NoAnswer(limit) if limit.is_zero()), "{failure:?}");
     }
 }

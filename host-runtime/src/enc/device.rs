@@ -108,6 +108,10 @@ fn reduce_to_root(b: &mut Builder<'_>, first: u64, mine: u64) {
 
 fn send_recv(b: &mut Builder<'_>) {
     let (rank, bytes) = (b.rank, b.bytes);
+    if let Some(dst) = b.call.dst.filter(|d| *d != rank) {
+        b.push(Step::Arrival(dst as u16));
+        b.push(Step::ReceivesFromMe(dst as u16));
+    }
     if let Some(src) = b.call.src {
         if src == rank {
             b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);

@@ -16,7 +16,7 @@
 
 mod device;
 mod private;
-pub use private::MAX_PRIVATE_BYTES;
+pub use private::max_private_bytes;
 mod one_hop;
 mod ring;
 
@@ -153,7 +153,7 @@ pub fn compile(
             Algorithm::Staged => private::build(&mut b),
         }
     }
-    b.schedule.seal(rank, n, call.dtype)
+    b.schedule.seal(rank, n)
 }
 
 /// A schedule in the making. `size` is the element size; lengths are bytes.
@@ -188,7 +188,7 @@ impl<'a> Builder<'a> {
             Op::SendRecv => 0,
             _ => out_bytes,
         };
-        let in_place_matters = call.op == Op::AllToAll && call.in_place;
+        let in_place_matters = call.op == Op::AllToAll && call.in_place && algorithm == Algorithm::Mesh;
         let header = OpHeader {
             op: call.op,
             dtype: call.dtype,

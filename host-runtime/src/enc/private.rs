@@ -14,8 +14,15 @@ const STAGE: u64 = STAGE_BYTES as u64;
 /// First step number after "arrived".
 const FIRST: u64 = 2;
 
-/// Largest contribution of a rank, in bytes: pieces are numbered in a 16-bit word.
-pub const MAX_PRIVATE_BYTES: u64 = (MAX_STEPS - FIRST) / 2 * STAGE;
+/// Largest block of one call on `n` ranks, in bytes: pieces are numbered in a 16-bit word.
+pub fn max_private_bytes(op: Op, n: usize) -> u64 {
+    let pieces = (MAX_STEPS - FIRST) / 2 - 1;
+    match op {
+        // A lane of whole elements is at least this long whatever their size.
+        Op::ReduceScatter | Op::AllToAll => pieces * (STAGE / n as u64 / 8 * 8),
+        _ => pieces * (STAGE - 8),
+    }
+}
 
 pub(super) fn build(b: &mut Builder<'_>) {
     b.schedule.staged = true;
@@ -120,9 +127,6 @@ fn all_reduce(b: &mut Builder<'_>) {
 
 fn all_gather(b: &mut Builder<'_>) {
     let (rank, bytes) = (b.rank, b.bytes);
-    if !b.call.in_place {
-        b.copy(At(Place::Out, rank as u64 * bytes), At(Place::In, 0), bytes);
-    }
     let mut last = FIRST;
     for (k, off, len) in pieces(bytes, STAGE, b.size) {
         b.copy(stage(rank, k, 0), At(Place::In, off), len);
@@ -131,6 +135,9 @@ fn all_gather(b: &mut Builder<'_>) {
             b.copy(At(Place::Out, p as u64 * bytes + off), stage(p, k, 0), len);
         }
         last = FIRST + k + 1;
+    }
+    if !b.call.in_place {
+        b.copy(At(Place::Out, rank as u64 * bytes), At(Place::In, 0), bytes);
     }
     last_reads(b, last);
 }
@@ -171,10 +178,10 @@ fn broadcast(b: &mut Builder<'_>) {
         }
         return;
     }
+    b.arrivals();
     if !b.call.in_place {
         b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);
     }
-    b.arrivals();
     let mut last = None;
     for (k, off, len) in pieces(bytes, STAGE, b.size) {
         if k >= 2 {
@@ -224,14 +231,17 @@ fn send_recv(b: &mut Builder<'_>) {
     let (rank, bytes) = (b.rank, b.bytes);
     let dst = b.call.dst.filter(|d| *d != rank);
     let src = b.call.src.filter(|s| *s != rank);
-    if b.call.src == Some(rank) {
-        b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);
-    }
     for p in [dst, src].into_iter().flatten() {
         b.push(Step::Arrival(p as u16));
     }
+    if let Some(dst) = dst {
+        b.push(Step::ReceivesFromMe(dst as u16));
+    }
     if let Some(src) = src {
         b.push(Step::SendsToMe(src as u16));
+    }
+    if b.call.src == Some(rank) {
+        b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);
     }
     let mut last = None;
     for (k, off, len) in pieces(bytes, STAGE, b.size) {

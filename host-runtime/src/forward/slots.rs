@@ -83,7 +83,7 @@ pub(super) fn index<'a>(
 fn finish<T>(entry: &'static str, instance: &Instance, answer: (Answer<T>, Vec<String>)) -> Result<T, Error> {
     let (answer, causes) = answer;
     answer.map_err(|status| {
-        let tenant = instance.peek(|s| s.tenant.name.clone());
+        let tenant = instance.tenant_name().to_string();
         tracing::error!(plugin = %instance.library().name, "failed {entry} request to NCCL");
         // An error of "success" is a contradiction; it must not look like one to the caller.
         let status = if status.eq_success() { Status::FAILURE } else { Status::from(&status) };

@@ -167,7 +167,7 @@ impl links::Host for HostState {
             Err(s) => return Ok(Err(s)),
         };
         if !lock(&comm.endpoint).linked(peer) {
-            let deadline = sockets::deadline(deadline_ms);
+            let deadline = self.deadline(deadline_ms);
             let linked = hw_bridge::links::connect(&ipc, self.tenant.id, deadline)
                 .map_err(|e| e.to_string())
                 .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(|e| e.to_string()));

@@ -64,12 +64,17 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, address: [u8; ADDRESS_BYTES]) 
         if !fds[1].revents().is_empty() {
             return;
         }
-        if !fds[0].revents().is_empty()
-            && let Ok((mut visitor, _)) = listener.accept()
-            && same_user(&visitor)
-        {
-            // 28 bytes always fit the socket's buffer; a visitor that left does not matter.
-            let _ = visitor.write_all(&address);
+        if fds[0].revents().is_empty() {
+            continue;
+        }
+        match listener.accept() {
+            Ok((mut visitor, _)) if same_user(&visitor) => {
+                // 28 bytes always fit the socket's buffer; a visitor that left does not matter.
+                let _ = visitor.write_all(&address);
+            }
+            Ok(_) => {}
+            // Out of descriptors: the visitor asks again.
+            Err(_) => std::thread::sleep(PAUSE),
         }
     }
 }
@@ -121,7 +126,7 @@ impl HostState {
                 format!("a name is looked up with a key and text of at most {ID_BYTES} bytes"),
             ));
         }
-        let until = super::sockets::deadline(ms);
+        let until = self.deadline(ms);
         loop {
             let asked =
                 socket_name(self.tenant.id, key, name).and_then(|a| UnixStream::connect_addr(&a)).and_then(|mut s| {

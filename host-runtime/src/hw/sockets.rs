@@ -17,12 +17,10 @@ use crate::status::Status;
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
+/// Host names one tenant looks up at a time.
+const MAX_RESOLVING: usize = 4;
 /// First pause between two attempts to connect or bind; doubles up to the second.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
-
-pub(super) fn deadline(ms: u32) -> Instant {
-    Instant::now() + Duration::from_millis(u64::from(ms))
-}
 
 /// The original's 28 bytes: family u16, port u16 big-endian, then the address as in the system's own structures.
 pub(crate) fn encode(addr: &SocketAddr) -> Vec<u8> {
@@ -145,7 +143,7 @@ impl HostState {
     fn do_listen(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ListenerObject>> {
         self.socket_quota()?;
         let addr = self.address(address)?;
-        let until = deadline(ms);
+        let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let listener = loop {
             // std sets SO_REUSEADDR, so a port in TIME_WAIT is no obstacle; one that is in use is waited for.
@@ -178,7 +176,7 @@ impl HostState {
         if let Err(s) = self.socket_quota() {
             return Ok(Err(s));
         }
-        let until = deadline(ms);
+        let until = self.deadline(ms);
         let (accepted, addr) = loop {
             let listener = &self.table.get(handle)?.0;
             match listener.accept() {
@@ -202,7 +200,7 @@ impl HostState {
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
         self.socket_quota()?;
         let addr = self.address(address)?;
-        let until = deadline(ms);
+        let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let mut told = false;
         loop {
@@ -243,7 +241,7 @@ impl HostState {
     }
 
     fn do_send(&mut self, handle: &Resource<ConnectionObject>, data: &[u8], ms: u32) -> Trap<Answer<()>> {
-        let until = deadline(ms);
+        let until = self.deadline(ms);
         let mut sent = 0;
         while sent < data.len() {
             let mut stream = &self.table.get(handle)?.0;
@@ -267,7 +265,7 @@ impl HostState {
     }
 
     fn do_recv(&mut self, handle: &Resource<ConnectionObject>, bytes: u32, ms: u32) -> Trap<Answer<Vec<u8>>> {
-        let until = deadline(ms);
+        let until = self.deadline(ms);
         let mut data = vec![0u8; bytes as usize];
         let mut got = 0;
         while got < data.len() {
@@ -319,18 +317,29 @@ impl Host for HostState {
             let why = format!("a host name has at most 253 characters, this one has {}", host.len());
             return Ok(Err(self.fail(Status::INVALID, why)));
         }
+        // A look-up that outlives its asker still holds a thread: only a few at once.
+        let running = self.tenant.resolving.clone();
+        if running.fetch_add(1, std::sync::atomic::Ordering::SeqCst) >= MAX_RESOLVING {
+            running.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+            return Ok(Err(
+                self.fail(Status::RESOURCE, format!("{MAX_RESOLVING} host names are being looked up already"))
+            ));
+        }
         // The resolver cannot be interrupted, so it runs beside; it is bounded by its own time-outs.
         let (tx, rx) = std::sync::mpsc::channel();
         let name = host.clone();
         let spawned = std::thread::Builder::new().name("wccl-resolve".into()).spawn(move || {
             let found = (name.as_str(), port).to_socket_addrs().map(|a| a.collect::<Vec<_>>());
+            running.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
             // The asker may have given up.
             let _ = tx.send(found);
         });
         if let Err(e) = spawned {
+            self.tenant.resolving.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
             return Ok(self.socket_error("starting a resolver thread".into(), &e));
         }
-        match rx.recv_timeout(Duration::from_millis(u64::from(ms))) {
+        let wait = self.deadline(ms).saturating_duration_since(Instant::now());
+        match rx.recv_timeout(wait) {
             Ok(Ok(found)) => Ok(Ok(found.iter().map(encode).collect())),
             Ok(Err(e)) => Ok(self.socket_error(format!("looking up host name {host}"), &e)),
             Err(_) => Ok(self.late(format!("looking up host name {host} took longer than {ms} ms"))),

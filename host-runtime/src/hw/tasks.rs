@@ -15,6 +15,8 @@ use crate::plugin::{HostState, Instance};
 use crate::status::Status;
 use crate::tenant::{Task, lock};
 
+/// Characters of a task's kind.
+const MAX_KIND: usize = 32;
 /// The exported interface.
 const TASK_ENTRY: &str = "neuron:hw/task-entry";
 
@@ -27,6 +29,14 @@ impl HostState {
                 format!("a task's state has at most {most} bytes, the plugin gave {}", state.len()),
             ));
         }
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if kind.is_empty() || kind.len() > MAX_KIND || !kind.chars().all(plain) {
+            let why = format!("a task's kind has 1 to {MAX_KIND} characters of a to z, 0 to 9 and -");
+            return Err(self.fail(Status::INVALID, why));
+        }
+        if !self.live {
+            return Err(self.fail(Status::UNINITIALIZED, "a plugin cannot start tasks while it is instantiated"));
+        }
         let Some(library) = self.library.clone() else {
             return Err(self.fail(Status::INVALID, "this plugin cannot start tasks"));
         };
@@ -37,49 +47,59 @@ impl HostState {
                 format!("the plugin does not export {TASK_ENTRY}.run, so it cannot start tasks"),
             ));
         };
-        let tenant = self.tenant.clone();
-        let mut tasks = lock(&tenant.tasks);
-        tasks.retain(|t| !t.thread.is_finished());
-        if tasks.len() >= tenant.limits.tasks {
-            let most = tenant.limits.tasks;
-            return Err(
-                self.fail(Status::RESOURCE, format!("tenant {} already runs {most} background tasks", tenant.name))
-            );
-        }
-        let abort = match AbortToken::new() {
-            Ok(a) => a,
-            Err(e) => {
-                return Err(self
-                    .fail(Status::RESOURCE, format!("a task's abort event could not be made: {e} (check ulimit -n)")));
+        // A task of a communicator ends with it: a retry on the same address must not meet the old one.
+        let abort = if self.core.is_some() {
+            self.abort.clone()
+        } else {
+            match AbortToken::new() {
+                Ok(a) => a,
+                Err(e) => {
+                    let why = format!("a task's abort event could not be made: {e} (check ulimit -n)");
+                    return Err(self.fail(Status::RESOURCE, why));
+                }
             }
         };
-        let made = Instance::new(&library, HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None));
-        let instance = match made {
-            Ok(i) => i,
-            Err(why) => return Err(self.fail(Status::FAILURE, format!("the task's instance could not be made: {why}"))),
-        };
-        let name = kind.clone();
+        let tenant = self.tenant.clone();
+        let mut tasks = lock(&tenant.tasks);
+        tasks.running.retain(|t| !t.thread.is_finished());
+        if tasks.closing || tasks.running.len() >= tenant.limits.tasks {
+            let most = tenant.limits.tasks;
+            return Err(self.fail(
+                Status::RESOURCE,
+                format!("tenant {} already runs {most} background tasks, or is closing", tenant.name),
+            ));
+        }
+        let (owner, token) = (tenant.clone(), abort.clone());
         let body = move || {
+            // Instantiated here and not by the spawner, whose locks guest code must not run under.
+            let state_of = HostState::new(owner, Some(library.clone()), token, None);
+            let instance = match Instance::new(&library, state_of) {
+                Ok(i) => i,
+                Err(why) => {
+                    tracing::error!(task = %kind, "the task's instance could not be made: {why}");
+                    return;
+                }
+            };
             let handle = match listener.map(|l| instance.peek(|s| s.adopt_listener(l))).transpose() {
                 Ok(h) => h,
                 Err(s) => {
-                    tracing::error!(task = %name, "the task could not take its listener over: {}", Status::from(&s));
+                    tracing::error!(task = %kind, "the task could not take its listener over: {}", Status::from(&s));
                     return;
                 }
             };
             type Params<'a> = (&'a str, &'a [u8], Option<Resource<ListenerObject>>);
-            match instance.call::<Params<'_>, Result<(), NrtStatus>>("task-entry.run", &run, (&name, &state, handle)) {
-                Ok((Ok(()), _)) => tracing::debug!(task = %name, "task ended"),
+            match instance.call::<Params<'_>, Result<(), NrtStatus>>("task-entry.run", &run, (&kind, &state, handle)) {
+                Ok((Ok(()), _)) => tracing::debug!(task = %kind, "task ended"),
                 Ok((Err(s), causes)) => {
-                    tracing::warn!(task = %name, "task ended with {}: {}", Status::from(&s), causes.join("; "));
+                    tracing::warn!(task = %kind, "task ended with {}: {}", Status::from(&s), causes.join("; "));
                 }
-                Err(e) => tracing::error!(task = %name, "task stopped: {e}"),
+                Err(e) => tracing::error!(task = %kind, "task stopped: {e}"),
             }
         };
-        match std::thread::Builder::new().name(format!("wccl-{kind:.9}")).spawn(body) {
+        match std::thread::Builder::new().name("wccl-task".into()).spawn(body) {
             Ok(thread) => {
                 tenant.counters.task();
-                tasks.push(Task { abort, thread });
+                tasks.running.push(Task { abort, thread });
                 Ok(())
             }
             Err(e) => {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
-use hw_bridge::peers::{NO_RANK, Op};
+use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{Counters, LocalMem, OpError, Sealed};
 use wasmtime::component::Resource;
 
@@ -18,8 +18,9 @@ use crate::bindings::exports::neuron::nccom::collectives::{
 use crate::bindings::neuron::nrt::types::NecPodType;
 use crate::enc::{self, Algorithm, Call};
 use crate::error::Error;
+use crate::forward::COLLECTIVES;
 use crate::hw::objects::{CommCore, CommunicatorObject};
-use crate::limits::{ID_BYTES, MAX_SCHEDULES};
+use crate::limits::{ID_BYTES, MAX_SCHEDULES, byte_list};
 use crate::plugin::Instance;
 use crate::tenant::lock;
 
@@ -161,7 +162,17 @@ impl Communicator {
     pub fn build_graph(&mut self) -> Result<(), Error> {
         self.entry(|f, i, c| f.build_graph_comm(Some(i), c))?;
         let info = self.query_info()?;
-        self.rings = check_rings(&info, self.core.rank, self.core.nranks)?;
+        let rings = check_rings(&info, self.core.rank, self.core.nranks)?;
+        if rings != self.rings {
+            // Each rank can only check its own view; that all have the same is noticed when they meet.
+            let ranks = rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
+            let digest = ranks.fold(0x811c_9dc5u32, |d, r| (d ^ r).wrapping_mul(16_777_619));
+            lock(&self.core.endpoint).set_plan(digest);
+            let mut cache = lock(&self.schedules);
+            *cache = Schedules { expanded: cache.expanded, ..Schedules::default() };
+            drop(cache);
+            self.rings = rings;
+        }
         self.info = info;
         Ok(())
     }
@@ -258,6 +269,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_send(&self, peer: i32, data: &[u8]) -> Result<(), Error> {
+        within("neuron-bootstrap-send", data.len() as u64)?;
         self.entry(|f, i, c| f.bootstrap_send(Some(i), c, peer, data, "runtime"))
     }
 
@@ -266,7 +278,9 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_recv(&self, peer: i32, bytes: u64) -> Result<Vec<u8>, Error> {
-        self.entry(|f, i, c| f.bootstrap_recv(Some(i), c, peer, bytes, "runtime"))
+        within("neuron-bootstrap-recv", bytes)?;
+        let got = self.entry(|f, i, c| f.bootstrap_recv(Some(i), c, peer, bytes, "runtime"))?;
+        exactly("neuronBootstrapRecv", got, bytes)
     }
 
     /// Gathers one block of every rank over the bootstrap (slot 13).
@@ -274,7 +288,9 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_all_gather(&self, block: &[u8]) -> Result<Vec<u8>, Error> {
-        self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, block, "runtime"))
+        within("neuron-bootstrap-send", block.len() as u64)?;
+        let got = self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, block, "runtime"))?;
+        exactly("neuronBootstrapAllGather", got, (block.len() * self.core.nranks) as u64)
     }
 
     /// Binds the calling thread near the communicator's device, or to `mask` (slot 19); answers the mask before.
@@ -290,7 +306,11 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`] if there is none, [`Error::Stopped`].
     pub fn ring_connector(&self, channel: i32, is_send: bool) -> Result<(), Error> {
-        self.entry(|f, i, c| f.get_net_connector(Some(i), c, EncPattern::Ring, channel, is_send)).map(|_| ())
+        self.entry(|f, i, c| {
+            let connector = f.get_net_connector(Some(i), c, EncPattern::Ring, channel, is_send)?;
+            i.peek(|s| s.remove(connector));
+            Ok(())
+        })
     }
 
     /// One tick of the proxy through the component (slot 10): (idle, done), ANDed with what is passed.
@@ -313,6 +333,20 @@ impl Communicator {
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn expand_connectivity(&self) -> Result<(), Error> {
         self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))
+    }
+
+    /// Connects every pair if that has not happened yet; all ranks call it.
+    pub(crate) fn connect_all(&self) -> Result<(), Error> {
+        let n = self.core.nranks;
+        let linked = {
+            let e = lock(&self.core.endpoint);
+            (0..n).all(|p| e.linked(p))
+        };
+        if !linked && n > 3 && !lock(&self.schedules).expanded {
+            self.expand_connectivity()?;
+            lock(&self.schedules).expanded = true;
+        }
+        Ok(())
     }
 
     /// Allocates `bytes` of this core's device memory, zeroed.
@@ -445,8 +479,7 @@ impl Communicator {
         let config = &self.runtime.0.config;
         let algorithm = enc::choose(call, n, config.algorithm, config.one_hop_max);
         let schedule = self.schedule(call, algorithm)?;
-        let aux = call.dst.map_or(NO_RANK, |d| d as u64);
-        lock(&self.core.endpoint).run(&schedule, input, output, aux, self.timeout)?;
+        lock(&self.core.endpoint).run(&schedule, input, output, call.dst, call.src, self.timeout)?;
         Ok(())
     }
 
@@ -465,8 +498,8 @@ impl Communicator {
         let schedule = match found {
             Some(s) => s,
             None => {
-                if call.private && call.bytes().is_some_and(|b| b > enc::MAX_PRIVATE_BYTES) {
-                    let most = enc::MAX_PRIVATE_BYTES;
+                let most = enc::max_private_bytes(call.op, n);
+                if call.private && n > 1 && call.bytes().is_some_and(|b| b > most) {
                     return Err(bad(format!(
                         "{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors",
                         call.op.name()
@@ -474,13 +507,19 @@ impl Communicator {
                 }
                 // All ranks decide alike, because the exchange needs all of them: by the algorithm and the size.
                 if algorithm != Algorithm::Ring && n > 3 && !cache.expanded {
-                    self.expand_connectivity()?;
+                    if let Err(e) = self.expand_connectivity() {
+                        // The exchange needed every rank, and this one cannot repair it alone.
+                        lock(&self.core.endpoint).fail(&e.to_string());
+                        return Err(e);
+                    }
                     cache.expanded = true;
                 }
                 let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
-                let endpoint = lock(&self.core.endpoint);
+                let mut endpoint = lock(&self.core.endpoint);
                 if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
-                    return Err(OpError::NotLinked { rank, peer }.into());
+                    let e = OpError::NotLinked { rank, peer };
+                    endpoint.fail(&e.to_string());
+                    return Err(e.into());
                 }
                 drop(endpoint);
                 if cache.all.len() >= MAX_SCHEDULES {
@@ -498,14 +537,31 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // The library gets its free call; a stopped one is simply gone. Either way the host's side is released.
+        // Peers learn at once; the library then gets its free call, and a stopped one is simply gone.
+        lock(&self.core.endpoint).close();
         if self.control_stopped().is_none()
             && let Err(e) = self.entry(|f, i, c| f.free_comm(Some(i), c))
         {
             tracing::debug!("freeing communicator {}: {e}", self.core.id);
         }
-        lock(&self.core.endpoint).close();
     }
+}
+
+/// Checks a message against its entry's limit before it is lowered into the guest.
+fn within(function: &str, bytes: u64) -> Result<(), Error> {
+    let most = byte_list(COLLECTIVES, function).unwrap_or(0);
+    if bytes <= most {
+        return Ok(());
+    }
+    Err(bad(format!("{function}: a message has at most {most} bytes, {bytes} were asked for")))
+}
+
+/// Checks what a plugin answered: its words are an allegation.
+fn exactly(entry: &str, got: Vec<u8>, bytes: u64) -> Result<Vec<u8>, Error> {
+    if got.len() as u64 == bytes {
+        return Ok(got);
+    }
+    Err(bad(format!("{entry} of the plugin answered {} bytes, {bytes} were asked for", got.len())))
 }
 
 fn call(op: Op, dtype: DataType, count: u64) -> Call {

@@ -151,6 +151,9 @@ pub(crate) struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.tenant.end_tasks();
+        // A bound net component holds its tenant: taken out here, or the two would keep one another.
+        let net = std::mem::take(&mut *crate::tenant::lock(&self.tenant.net));
+        drop(net);
     }
 }
 

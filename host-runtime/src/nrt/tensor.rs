@@ -131,6 +131,13 @@ pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMe
             if have < need {
                 return Err(short("buffer", have, need));
             }
+            if s.in_bytes == 0 || s.out_bytes == 0 {
+                // One side only: nothing can overlap.
+                let buf = &mut buf[..need as usize];
+                let none = LocalMem::output(&mut []);
+                let used = LocalMem::output(buf);
+                return Ok(if s.in_bytes == 0 { (none, used, false) } else { (used, none, false) });
+            }
             let buf = &mut buf[..need as usize];
             let pair = match s.op {
                 Op::AllGather => LocalMem::in_place(buf, at_rank as usize, s.block as usize),

@@ -8,6 +8,8 @@ use wasmtime::Engine;
 use wasmtime::component::Component;
 use wasmtime::component::types::ComponentItem;
 
+use super::Kind;
+
 /// An interface this host serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServedInterface {
@@ -99,18 +101,14 @@ pub fn split_version(import: &str) -> (&str, Option<Numbers>, Option<&str>) {
     (name, parsed, Some(version))
 }
 
-/// Compares all imports of `component` with `interfaces`, less the callbacks in `without` (tests take single ones away,
+/// Compares all imports of `component` with what this host serves to that kind of plugin, less the callbacks in `without` (tests take single ones away,
 /// INV-08). The error is the sentence.
-pub fn imports(
-    engine: &Engine,
-    component: &Component,
-    interfaces: &[ServedInterface],
-    without: &[String],
-) -> Result<(), String> {
+pub fn imports(engine: &Engine, component: &Component, kind: Kind, without: &[String]) -> Result<(), String> {
+    let interfaces = if kind == Kind::Net { NET } else { TRANSPORT };
     for (import, item) in component.component_type().imports(engine) {
         let (name, version, text) = split_version(import);
         // The types that the exported tables of a net plug-in share; the package has no version, and nothing is called.
-        if name == NET_TYPES && version.is_none() && std::ptr::eq(interfaces, NET) {
+        if kind == Kind::Net && import == NET_TYPES {
             continue;
         }
         let Some(found) = interfaces.iter().find(|s| s.name == name) else {

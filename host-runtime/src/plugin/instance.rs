@@ -70,6 +70,7 @@ impl Instance {
             let (_, limit) = store.data_mut().take_causes();
             limit.unwrap_or_else(|| format!("it stopped while it was instantiated: {}", root(&e)))
         })?;
+        store.data_mut().live = true;
         Ok(Arc::new(Instance {
             library: library.clone(),
             tenant,
@@ -82,6 +83,11 @@ impl Instance {
     /// The library it runs.
     pub fn library(&self) -> &Arc<Library> {
         &self.library
+    }
+
+    /// The tenant it belongs to.
+    pub fn tenant_name(&self) -> &str {
+        &self.tenant.name
     }
 
     /// What stopped it, if anything did.
@@ -159,7 +165,12 @@ impl Instance {
         store.data_mut().begin_call();
         store.set_hostcall_fuel(fuel);
         store.set_epoch_deadline(1);
-        match f(store, *instance) {
+        // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must
+        // not leave a half-unwound store in use.
+        *stopped = Some(format!("a call did not come back (in {entry})"));
+        let answer = f(store, *instance);
+        *stopped = None;
+        match answer {
             Ok(r) => {
                 let (causes, _) = store.data_mut().take_causes();
                 Ok((r, causes))
@@ -170,6 +181,7 @@ impl Instance {
                 self.tenant.counters.trapped();
                 tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
                 *stopped = Some(format!("{cause} (in {entry})"));
+                store.data_mut().release();
                 Err(self.stop_error(entry, cause, causes))
             }
         }

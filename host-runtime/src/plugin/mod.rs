@@ -19,7 +19,6 @@ pub use instance::{Instance, Stop};
 pub use state::HostState;
 
 use crate::limits::MAX_PLUGIN_BYTES;
-use check::ServedInterface;
 
 /// A compiled plugin whose imports are served. Shared by all its instances.
 pub struct Library {
@@ -79,8 +78,7 @@ impl Library {
             _ => return Err("it is not a WebAssembly component".into()),
         }
         let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
-        let interfaces: &[ServedInterface] = if kind == Kind::Net { check::NET } else { check::TRANSPORT };
-        check::imports(engine, &component, interfaces, without)?;
+        check::imports(engine, &component, kind, without)?;
         let mut linker = Linker::new(engine);
         crate::hw::add_to_linker(&mut linker).map_err(|e| format!("the host's own functions do not link: {e:#}"))?;
         let pre = linker.instantiate_pre(&component).map_err(|e| {

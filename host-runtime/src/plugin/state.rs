@@ -24,9 +24,12 @@ pub struct HostState {
     pub(crate) core: Option<i32>,
     pub(crate) published: Vec<Published>,
     pub(crate) sockets: usize,
+    /// Set once the instance is made: a start function may not start tasks.
+    pub(crate) live: bool,
     objects: usize,
     causes: Vec<String>,
     limit: Option<String>,
+    memory: usize,
     /// When this call began, when the guest was last entered, and what it has used before that.
     begun: Instant,
     entered: Instant,
@@ -55,9 +58,11 @@ impl HostState {
             core,
             published: Vec::new(),
             sockets: 0,
+            live: false,
             objects: 0,
             causes: Vec::new(),
             limit: None,
+            memory: 0,
             begun: Instant::now(),
             entered: Instant::now(),
             spent: Duration::ZERO,
@@ -81,7 +86,7 @@ impl HostState {
                 CallHook::CallingHost => {
                     let s = ctx.data_mut();
                     s.tenant.counters.calling_host();
-                    s.spent += s.entered.elapsed();
+                    s.charge();
                     s.within_budget()?;
                 }
                 // Time inside a host function does not count as the guest's.
@@ -99,12 +104,25 @@ impl HostState {
             if s.abort.aborted() {
                 return Err(wasmtime::format_err!("aborted: {}", s.abort.reason()));
             }
-            s.spent += s.entered.elapsed();
-            s.entered = Instant::now();
+            s.charge();
             s.within_budget()?;
             Ok(UpdateDeadline::Continue(1))
         });
         store
+    }
+
+    /// Counts the guest's time since it was last looked at; a tick comes through a host call of the engine's own, so the
+    /// same stretch is looked at twice.
+    fn charge(&mut self) {
+        let now = Instant::now();
+        self.spent += now.saturating_duration_since(self.entered);
+        self.entered = now;
+    }
+
+    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all.
+    pub(crate) fn deadline(&self, ms: u32) -> Instant {
+        let asked = Instant::now() + Duration::from_millis(u64::from(ms));
+        self.begun.checked_add(self.tenant.limits.wall).map_or(asked, |wall| asked.min(wall))
     }
 
     /// The two bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by
@@ -140,7 +158,10 @@ impl HostState {
     /// Notes a sentence; the first few stay, which are the innermost causes.
     pub(crate) fn note(&mut self, why: String) {
         if self.causes.len() < MAX_CAUSES {
-            self.causes.push(why);
+            // The guest's words may be in it.
+            let clean: String =
+                crate::reverse::line(&why).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+            self.causes.push(clean);
         }
     }
 
@@ -164,6 +185,13 @@ impl HostState {
         }
     }
 
+    /// Lets go of everything the guest held: after it stopped, nobody can use it, and peers should see it closed.
+    pub(crate) fn release(&mut self) {
+        self.table = ResourceTable::new();
+        self.published.clear();
+        (self.sockets, self.objects) = (0, 0);
+    }
+
     /// Forgets a host object whose handle was dropped or given back.
     pub(crate) fn remove<T: 'static>(&mut self, handle: Resource<T>) -> Option<T> {
         let object = self.table.delete(handle).ok()?;
@@ -183,12 +211,16 @@ impl HostState {
 }
 
 impl ResourceLimiter for HostState {
-    fn memory_growing(&mut self, _: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {
+    fn memory_growing(&mut self, current: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {
+        // All memories of the instance together.
         let most = self.tenant.limits.memory;
-        if desired > most {
-            self.limit = Some(format!("the instance asked for {desired} bytes of memory, its limit is {most}"));
+        let total = self.memory.saturating_add(desired.saturating_sub(current));
+        if total > most {
+            self.limit = Some(format!("the instance asked for {total} bytes of memory, its limit is {most}"));
+            return Ok(false);
         }
-        Ok(desired <= most)
+        self.memory = total;
+        Ok(true)
     }
 
     fn table_growing(&mut self, _: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {

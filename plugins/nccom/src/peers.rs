@@ -84,6 +84,11 @@ impl PeerRecord {
                 format!("the peer record of rank {rank} says it is rank {}'s", i32_at(0)),
             ));
         }
+        if !(0..32).contains(&i32_at(104)) {
+            let text =
+                format!("the peer record of rank {rank} names accelerator {}, a server has at most 32", i32_at(104));
+            return Err(Failure::new(Code::Failure, text));
+        }
         Ok(PeerRecord {
             rank: i32_at(0),
             dev: i32_at(4),

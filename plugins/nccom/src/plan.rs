@@ -20,6 +20,8 @@ use crate::topo::{self, Machine, RankInfo, System};
 
 /// Schema of the exported state.
 pub(crate) const STATE_SCHEMA: u32 = 1;
+/// Ranks of a group: what the roll and the records of one fit this library's memory.
+const MAX_RANKS: u32 = 4096;
 const STATE_MAGIC: u32 = 0x316e_6c70;
 
 /// One communicator's plan.
@@ -103,6 +105,9 @@ pub(crate) struct Init<'a> {
 pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
     let ms = socket_timeout()?;
     let nranks = usize::try_from(i.nranks).unwrap_or(0);
+    if nranks > MAX_RANKS as usize {
+        return Err(invalid(format!("a group has at most {MAX_RANKS} ranks, {nranks} were asked for")));
+    }
     let Some(rank) = usize::try_from(i.rank).ok().filter(|r| *r < nranks) else {
         return Err(invalid(format!("Invalid rank requested : {}/{}", i.rank, i.nranks)));
     };
@@ -126,7 +131,7 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
     }
     let hash = if global { Some(hash_tag()?) } else { None };
     let join = Join { root: at, interface: here, rank, nranks, hash, timeout_ms: ms };
-    let group = Group::join(&HostSockets, &join)?;
+    let mut group = Group::join(&HostSockets, &join)?;
     let mine = record(i.dev, rank, &id)?;
     let all = group.all_gather(&HostSockets, &mine.encode(), "initTransportRank AllGather1")?;
     let records: Vec<PeerRecord> =

@@ -101,6 +101,10 @@ impl<S: Sockets> Group<S> {
         let until = s.now_ms() + u64::from(self.timeout_ms);
         loop {
             let left = until.saturating_sub(s.now_ms());
+            if left == 0 {
+                let text = format!("rank {} waited {} ms for rank {from} in vain", self.rank, self.timeout_ms);
+                return Err(Failure::new(Code::Timeout, text));
+            }
             let conn = s
                 .accept(&self.listener, left as u32)
                 .map_err(|e| e.during(&format!("rank {} waiting for rank {from}", self.rank)))?;
@@ -120,8 +124,21 @@ impl<S: Sockets> Group<S> {
         }
     }
 
-    /// Ring all-gather: this rank's `block` in, all blocks in rank order out. Every rank gives the same length.
-    pub fn all_gather(&self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
+    /// Ring all-gather: this rank's `block` in, all blocks in rank order out. Every rank gives the same length. After a
+    /// failure the ring is gone: its neighbours may be in different steps, and a later block must not be taken for another.
+    pub fn all_gather(&mut self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
+        if self.nranks > 1 && (self.next.is_none() || self.prev.is_none()) {
+            let text = format!("all-gather {hint}: the bootstrap ring of rank {} broke in an earlier call", self.rank);
+            return Err(Failure::new(Code::Closed, text));
+        }
+        let gathered = self.pass_round(s, block, hint);
+        if gathered.is_err() {
+            (self.next, self.prev) = (None, None);
+        }
+        gathered
+    }
+
+    fn pass_round(&self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
         let (n, len, ms) = (self.nranks, block.len(), self.timeout_ms);
         let mut all = vec![0; n * len];
         all[self.rank * len..(self.rank + 1) * len].copy_from_slice(block);
@@ -160,8 +177,13 @@ impl<S: Sockets> Group<S> {
         if self.send[p].is_none() {
             self.send[p] = Some(self.dial(s, &self.addresses[p], Purpose::Peer).map_err(what)?);
         }
-        match &self.send[p] {
-            Some(conn) => send_message(s, conn, Kind::Data, data, self.timeout_ms).map_err(what),
+        // A connection that failed in the middle of a message is of no use any more.
+        match self.send[p].take() {
+            Some(conn) => {
+                send_message(s, &conn, Kind::Data, data, self.timeout_ms).map_err(what)?;
+                self.send[p] = Some(conn);
+                Ok(())
+            }
             None => Err(Failure::new(Code::Failure, "the connection that was just opened is gone")),
         }
     }
@@ -174,8 +196,12 @@ impl<S: Sockets> Group<S> {
             let conn = self.accept_from(s, p, Purpose::Peer).map_err(what)?;
             self.recv[p] = Some(conn);
         }
-        match &self.recv[p] {
-            Some(conn) => recv_message(s, conn, Kind::Data, bytes, self.timeout_ms).map_err(what),
+        match self.recv[p].take() {
+            Some(conn) => {
+                let got = recv_message(s, &conn, Kind::Data, bytes, self.timeout_ms).map_err(what)?;
+                self.recv[p] = Some(conn);
+                Ok(got)
+            }
             None => Err(Failure::new(Code::Failure, "the connection that was just accepted is gone")),
         }
     }

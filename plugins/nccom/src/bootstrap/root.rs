@@ -10,8 +10,9 @@ use super::wire::{Address, Info, Kind, MAX_REFUSAL, RootAnswer};
 use super::{MAX_MESSAGE, Sockets, recv_any, send_message};
 use crate::fail::{Code, Failure};
 
-/// How long one connection may take to say what it wants.
-const HELLO_MS: u32 = 5_000;
+/// How long one connection may take to say what it wants. Connections are read one after the other, so a mute one costs
+/// the group this much.
+const HELLO_MS: u32 = 2_000;
 
 /// What a root was started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,16 +127,22 @@ pub fn serve<S: Sockets>(
             return Err(e);
         }
     };
-    for v in &visitors {
+    let mut gone = None;
+    for (i, v) in visitors.iter().enumerate() {
         let mut payload = Vec::with_capacity(v.ranks.len() * super::wire::ANSWER_BYTES);
         for r in &v.ranks {
             let Some(a) = roll.answer(*r, cluster_id, epoch) else { continue };
             payload.extend_from_slice(&a.encode());
         }
-        send_message(s, &v.conn, Kind::InfoFromRoot, &payload, duty.timeout_ms)
-            .map_err(|e| e.during(&format!("answering rank {}", v.ranks.first().unwrap_or(&0))))?;
+        if let Err(e) = send_message(s, &v.conn, Kind::InfoFromRoot, &payload, duty.timeout_ms) {
+            let rank = v.ranks.first().copied().unwrap_or(0);
+            let e = Failure::new(e.code, format!("rank {rank} left before the root could answer it"));
+            refuse(s, &visitors[i + 1..], &e);
+            gone = Some(e);
+            break;
+        }
     }
-    Ok(())
+    gone.map_or(Ok(()), Err)
 }
 
 fn collect<S: Sockets>(
@@ -145,18 +152,18 @@ fn collect<S: Sockets>(
     visitors: &mut Vec<Visitor<S::Conn>>,
 ) -> Result<Roll, Failure> {
     let mut roll = Roll::new(duty.nranks as usize);
-    let mut started: Option<u64> = None;
+    let late = |roll: &Roll| Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms)));
+    // The clock starts anew with the first rank, because a root may be made long before its ranks are; strays do not move it.
+    let mut until = s.now_ms() + patience(duty.timeout_ms);
+    let mut started = false;
     while !roll.missing().is_empty() {
-        // The clock starts with the first rank: a root may be made long before its ranks are.
-        let left = match started {
-            None => patience(duty.timeout_ms),
-            Some(t) => (t + patience(duty.timeout_ms)).saturating_sub(s.now_ms()),
-        };
+        let left = until.saturating_sub(s.now_ms());
+        if left == 0 {
+            return Err(late(&roll));
+        }
         let conn = match s.accept(listener, left as u32) {
             Ok(c) => c,
-            Err(e) if e.code == Code::Timeout => {
-                return Err(Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms))));
-            }
+            Err(e) if e.code == Code::Timeout => return Err(late(&roll)),
             Err(e) => return Err(e),
         };
         let (kind, payload) = match recv_any(s, &conn, MAX_MESSAGE, HELLO_MS.min(duty.timeout_ms)) {
@@ -174,7 +181,10 @@ fn collect<S: Sockets>(
         let Ok(infos) = payload.chunks(each).map(Info::decode).collect::<Result<Vec<Info>, Failure>>() else {
             continue;
         };
-        started = started.or_else(|| Some(s.now_ms()));
+        if !started {
+            started = true;
+            until = s.now_ms() + patience(duty.timeout_ms);
+        }
         let ranks = infos.iter().map(|i| usize::try_from(i.rank).unwrap_or(0)).collect();
         visitors.push(Visitor { conn, ranks });
         for info in infos {
@@ -200,7 +210,10 @@ pub fn serve_local<S: Sockets>(
         let started = s.now_ms();
         while infos.len() < count as usize {
             let left = (started + patience(duty.timeout_ms)).saturating_sub(s.now_ms());
-            let conn = s.accept(listener, left as u32).map_err(|e| {
+            // No time left: not even a connection that is already there, or a stream of strays would never end.
+            let accepted =
+                if left == 0 { Err(Failure::new(Code::Timeout, "")) } else { s.accept(listener, left as u32) };
+            let conn = accepted.map_err(|e| {
                 let here: Vec<i32> = infos.iter().map(|i| i.rank).collect();
                 let lacking: Vec<String> =
                     (first..first + count).filter(|r| !here.contains(&(*r as i32))).map(|r| r.to_string()).collect();

@@ -1,0 +1,291 @@
+//! `wccl bench`: measures collectives, with the options of nccom-test and nccl-tests, and checks what it measures.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::ArgAction;
+use host_runtime::enc::Algorithm;
+use host_runtime::{DataType, ReduceOp};
+use hw_bridge::peers::Op;
+use serde::{Deserialize, Serialize};
+
+use crate::collective::{self, Buffers, Case, Memory};
+use crate::measure::{self, Times, number};
+use crate::term::{Paint, Progress};
+use crate::worker::{self, Ranks};
+use crate::{Usage, peer, size};
+
+const EXAMPLES: &str = "\
+Examples:
+  wccl bench                                       all_reduce from 8 B to 32 MiB with four ranks
+  wccl bench -r 2 -b 1K -e 64M -f 4 allreduce allgather redsct
+  wccl bench -r 8 -b 1M -e 1M -n 100 -w 20 -d bf16 -o max allr
+  wccl bench --buffers host --in-place allgather
+  wccl bench --report-to-json-file report.json alltoall
+
+Sizes are bytes of the larger of one rank's buffers, as in nccl-tests; K, M and G are powers of 1024; in the table, GB is 10^9 bytes. \
+Times are the slowest rank's mean over the timed calls, which follow one another without a barrier.
+Exit code: 0 if every element was right (or -c 0), else 1.";
+
+/// Arguments of `wccl bench`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Collectives: allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, sendrecv, barrier; and the short
+    /// names of nccom-test (allr, allg, redsct, ...)
+    #[arg(value_name = "COLLECTIVE", default_value = "allreduce", value_parser = collective::parse)]
+    collectives: Vec<Op>,
+    #[command(flatten)]
+    ranks: Ranks,
+    /// Smallest size
+    #[arg(short = 'b', long, value_name = "SIZE", default_value = "8", value_parser = size::parse)]
+    minbytes: u64,
+    /// Largest size
+    #[arg(short = 'e', long, value_name = "SIZE", default_value = "32M", value_parser = size::parse)]
+    maxbytes: u64,
+    /// Factor from one size to the next
+    #[arg(short = 'f', long, value_name = "N", default_value_t = 2, conflicts_with = "stepbytes")]
+    stepfactor: u64,
+    /// Bytes from one size to the next, instead of a factor
+    #[arg(short = 'i', long, value_name = "SIZE", value_parser = size::parse)]
+    stepbytes: Option<u64>,
+    /// Element type: fp32, bf16, fp16, fp8_e3, fp8_e4, fp8_e5, int8 ... int64, uint8 ... uint64
+    #[arg(short, long, value_name = "TYPE", default_value = "fp32")]
+    datatype: DataType,
+    /// Reduction: sum, prod, max, min, avg
+    #[arg(short = 'o', long = "op", value_name = "REDOP", default_value = "sum")]
+    op: ReduceOp,
+    /// Timed calls of each size
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    iters: u32,
+    /// Calls before the timed ones
+    #[arg(short, long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(0..=10_000_000))]
+    warmup: u32,
+    /// Check every element of one call of each size: 1 or 0
+    #[arg(short, long, value_name = "0|1", default_value = "1", action = ArgAction::Set)]
+    #[arg(value_parser = clap::builder::BoolishValueParser::new(), hide_possible_values = true)]
+    check: bool,
+    /// Root of broadcast and reduce
+    #[arg(long, value_name = "RANK", default_value_t = 0)]
+    root: u64,
+    /// Input and output in the same memory (sendrecv has no such form)
+    #[arg(long)]
+    in_place: bool,
+    /// Where the buffers lie
+    #[arg(long, value_enum, default_value = "hbm")]
+    buffers: Memory,
+    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged; default: by size
+    #[arg(long, value_name = "NAME")]
+    algo: Option<String>,
+    /// Write the results to this file, as JSON
+    #[arg(long, value_name = "FILE")]
+    report_to_json_file: Option<PathBuf>,
+    #[command(flatten)]
+    peer: peer::Args,
+}
+
+/// What a rank needs to know.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Job {
+    collectives: Vec<String>,
+    sizes: Vec<u64>,
+    dtype: String,
+    redop: String,
+    iters: u32,
+    warmup: u32,
+    check: bool,
+    root: usize,
+    in_place: bool,
+    memory: Memory,
+    algo: Option<String>,
+    report: Option<PathBuf>,
+}
+
+/// One line of the table, as it goes into the report.
+#[derive(Debug, Serialize)]
+struct Row {
+    collective: &'static str,
+    bytes: u64,
+    count: u64,
+    datatype: &'static str,
+    redop: &'static str,
+    root: i64,
+    in_place: bool,
+    time_us: Times,
+    algbw_gbps: f64,
+    busbw_gbps: f64,
+    wrong: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    program: &'static str,
+    version: &'static str,
+    ranks: usize,
+    buffers: Memory,
+    iters: u32,
+    warmup: u32,
+    unit: &'static str,
+    results: &'a [Row],
+}
+
+/// Starts the ranks.
+///
+/// # Errors
+/// [`Usage`] for options that do not fit together; a rank failed, or found wrong elements.
+pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
+    if let Some(name) = &args.algo {
+        name.parse::<Algorithm>().map_err(|e| Usage(format!("--algo: {e}")))?;
+    }
+    if args.root >= args.ranks.ranks {
+        let (root, n) = (args.root, args.ranks.ranks);
+        return Err(Usage(format!("--root {root} is not one of the {n} ranks; use 0 to {}", n - 1)).into());
+    }
+    let job = if args.peer.is_wanted() {
+        worker::Job::Peer(args.peer.job(args.buffers, args.algo.clone())?)
+    } else {
+        let factor = args.stepbytes.is_none().then_some(args.stepfactor);
+        let sizes = size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage)?;
+        worker::Job::Bench(Job {
+            collectives: args.collectives.iter().map(|c| c.name().to_string()).collect(),
+            sizes,
+            dtype: args.datatype.name().into(),
+            redop: args.op.name().into(),
+            iters: args.iters,
+            warmup: args.warmup,
+            check: args.check,
+            root: args.root as usize,
+            in_place: args.in_place,
+            memory: args.buffers,
+            algo: args.algo.clone(),
+            report: args.report_to_json_file.clone(),
+        })
+    };
+    worker::launch(&args.ranks, &job, log)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One rank.
+///
+/// # Errors
+/// Joining or a collective failed, or the report cannot be written.
+pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
+    let first = rank == 0;
+    let paint = Paint::stdout();
+    let progress = Progress::start(first, "loading the plugin and joining the group");
+    let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
+    let dtype: DataType = job.dtype.parse()?;
+    let redop: ReduceOp = job.redop.parse()?;
+    let algorithm = job.algo.as_deref().map(str::parse::<Algorithm>).transpose().map_err(anyhow::Error::msg)?;
+    let mut m = worker::join(rank, n, |c| {
+        if algorithm.is_some() {
+            c.algorithm = algorithm;
+        }
+    })?;
+
+    say(&format!(
+        "# wccl {}: {n} ranks on one server, {} buffers, {}, {} warm-up and {} timed calls a size; GB is 10^9 bytes",
+        env!("CARGO_PKG_VERSION"),
+        job.memory.name(),
+        if job.in_place { "in place" } else { "out of place" },
+        job.warmup,
+        job.iters
+    ))?;
+    let mut rows = Vec::new();
+    let mut wrong = 0;
+    for name in &job.collectives {
+        let op = collective::parse(name).map_err(anyhow::Error::msg)?;
+        say("#")?;
+        say(&paint.bold(&format!("# {}", op.name())))?;
+        say(&paint.bold(&format!(
+            "#{:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}{:>8}",
+            "size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"
+        )))?;
+        say(&paint.dim(&format!(
+            "#{:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}",
+            "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)"
+        )))?;
+        let sizes = if op == Op::Barrier { &[0][..] } else { &job.sizes[..] };
+        let cases: Vec<Case> = sizes
+            .iter()
+            .map(|bytes| {
+                let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
+                case.root = job.root;
+                case.in_place = job.in_place && op != Op::SendRecv;
+                case.seed = *bytes;
+                case
+            })
+            .collect();
+        let largest = cases.iter().map(|c| c.bytes(n)).max().unwrap_or(0);
+        progress.phase(&format!("{}: getting memory", op.name()));
+        let mut buffers = Buffers::new(&m.comm, job.memory, largest)?;
+        for case in &cases {
+            let bytes = case.bytes(n);
+            progress.phase(&format!("{} of {}", op.name(), size::short(bytes)));
+            let mut bad = None;
+            if job.check {
+                let mine = case.check(&mut m.comm, &mut buffers)?;
+                let [all] = worker::sums(&mut m.comm, [mine])?;
+                wrong += all;
+                bad = Some(all);
+            }
+            // From zeros on, a sum in place stays finite.
+            buffers.zero(bytes)?;
+            for _ in 0..job.warmup {
+                case.issue(&mut m.comm, &mut buffers)?;
+            }
+            let times = measure::calls(&mut m.comm, &mut buffers, case, job.iters as usize)?;
+            let (alg, bus) = measure::bandwidth(op, bytes, n, times.mean);
+            let shown = bad.map_or("N/A".into(), |b| b.to_string());
+            let pad = " ".repeat(8usize.saturating_sub(shown.len()));
+            let shown = if bad.is_some_and(|b| b > 0) { paint.bad(&shown) } else { shown };
+            say(&format!(
+                " {:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}{pad}{shown}",
+                bytes,
+                case.count,
+                dtype.name(),
+                case.redop_name(),
+                case.root_number(),
+                number(times.mean),
+                number(alg),
+                number(bus)
+            ))?;
+            rows.push(Row {
+                collective: op.name(),
+                bytes,
+                count: case.count,
+                datatype: dtype.name(),
+                redop: case.redop_name(),
+                root: case.root_number(),
+                in_place: case.in_place,
+                time_us: times,
+                algbw_gbps: alg,
+                busbw_gbps: bus,
+                wrong: bad,
+            });
+        }
+    }
+    if first && let Some(path) = &job.report {
+        let report = Report {
+            program: "wccl",
+            version: env!("CARGO_PKG_VERSION"),
+            ranks: n,
+            buffers: job.memory,
+            iters: job.iters,
+            warmup: job.warmup,
+            unit: "time_us in microseconds of the slowest rank; bandwidths in 10^9 bytes per second, from the mean",
+            results: &rows,
+        };
+        let text = serde_json::to_string_pretty(&report).context("writing the report")?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing the report to {}", path.display()))?;
+    }
+    say("#")?;
+    match (job.check, wrong) {
+        (false, _) => say("# not checked (-c 0)")?,
+        (true, 0) => say(&format!("# {}", paint.good("OK: 0 elements wrong")))?,
+        (true, w) => say(&format!("# {}", paint.bad(&format!("FAILED: {w} elements wrong"))))?,
+    }
+    // One rank fails for all, so that it is said once.
+    Ok(if wrong > 0 && first { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}

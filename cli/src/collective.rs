@@ -1,0 +1,436 @@
+//! Collectives as the command line knows them: names, shapes, buffers, the call itself, and the check of its result.
+
+use anyhow::Context;
+use host_runtime::nrt::{Communicator, Io, Peers, Tensor};
+use host_runtime::{DataType, ReduceOp};
+use hw_bridge::peers::Op;
+
+use crate::reference::{Pattern, Tile, wrong_elements};
+
+/// Bytes behind an output that must stay as they are.
+pub const RIM: u64 = 64;
+/// What an output holds before a checked call.
+const UNTOUCHED: u8 = 0xA5;
+/// Bytes moved at a time between device memory and the check.
+const CHUNK: usize = 64 * 1024;
+
+/// Reads a collective's name as users of nccom-test, nccl-tests and MPI write it.
+///
+/// # Errors
+/// A sentence with the names that exist.
+pub fn parse(name: &str) -> Result<Op, String> {
+    let plain: String = name.chars().filter(|c| !matches!(c, '_' | '-' | ' ')).collect();
+    let plain = plain.to_ascii_lowercase();
+    let plain = plain.strip_suffix("perf").unwrap_or(&plain);
+    Ok(match plain {
+        "allreduce" | "allr" | "ar" => Op::AllReduce,
+        "allgather" | "allg" | "ag" => Op::AllGather,
+        "reducescatter" | "redsct" | "reds" | "rs" => Op::ReduceScatter,
+        "broadcast" | "bcast" | "bc" => Op::Broadcast,
+        "reduce" | "red" => Op::Reduce,
+        "alltoall" | "all2all" | "a2a" => Op::AllToAll,
+        "sendrecv" | "sendreceive" | "sr" => Op::SendRecv,
+        "barrier" => Op::Barrier,
+        _ => {
+            return Err(format!(
+                "`{name}` is not a collective; use one of allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, \
+                 sendrecv, barrier (short: allr, allg, redsct, bcast, red, a2a, sr)"
+            ));
+        }
+    })
+}
+
+/// Whether a collective computes.
+pub fn reduces(op: Op) -> bool {
+    matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce)
+}
+
+/// Whether a collective has a root.
+pub fn has_root(op: Op) -> bool {
+    matches!(op, Op::Broadcast | Op::Reduce)
+}
+
+/// Whether the larger buffer holds a block for each rank.
+fn is_blocked(op: Op) -> bool {
+    matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll)
+}
+
+/// Where buffers lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Memory {
+    /// Modelled device memory, which all ranks of the server reach
+    Hbm,
+    /// Private memory of each process
+    Host,
+}
+
+impl Memory {
+    /// As it is written on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Memory::Hbm => "hbm",
+            Memory::Host => "host",
+        }
+    }
+}
+
+/// One collective call.
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    /// The collective.
+    pub op: Op,
+    /// Element type.
+    pub dtype: DataType,
+    /// Reduction, if it computes.
+    pub redop: ReduceOp,
+    /// Elements, counted as the runtime's API does.
+    pub count: u64,
+    /// Root, if it has one.
+    pub root: usize,
+    /// Input and output in the same memory.
+    pub in_place: bool,
+    /// Makes its inputs differ from another case's.
+    pub seed: u64,
+}
+
+/// Memory of one rank.
+#[derive(Debug)]
+enum Mem {
+    Hbm(Tensor),
+    /// The bytes begin at an offset, which makes them page-aligned.
+    Host(Vec<u8>, usize),
+}
+
+/// The two buffers of a rank: input, and output where it is another.
+#[derive(Debug)]
+pub struct Buffers {
+    a: Mem,
+    b: Mem,
+    len: u64,
+}
+
+impl Mem {
+    fn new(comm: &Communicator, memory: Memory, bytes: u64) -> anyhow::Result<Mem> {
+        Ok(match memory {
+            Memory::Hbm => Mem::Hbm(comm.tensor(bytes)?),
+            Memory::Host => {
+                let wanted = usize::try_from(bytes).ok().and_then(|b| b.checked_add(4096));
+                let wanted = wanted.with_context(|| format!("{bytes} bytes are more than memory can be"))?;
+                let v = vec![0u8; wanted];
+                let at = v.as_ptr().align_offset(4096).min(4096);
+                Mem::Host(v, at)
+            }
+        })
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        match self {
+            Mem::Hbm(t) => t.write(at, bytes)?,
+            Mem::Host(v, start) => {
+                let at = *start + at as usize;
+                v.get_mut(at..at + bytes.len()).context("a write beyond the buffer")?.copy_from_slice(bytes);
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&self, at: u64, bytes: &mut [u8]) -> anyhow::Result<()> {
+        match self {
+            Mem::Hbm(t) => t.read(at, bytes)?,
+            Mem::Host(v, start) => {
+                let at = *start + at as usize;
+                bytes.copy_from_slice(v.get(at..at + bytes.len()).context("a read beyond the buffer")?);
+            }
+        }
+        Ok(())
+    }
+
+    fn fill(&mut self, at: u64, len: u64, byte: u8) -> anyhow::Result<()> {
+        let piece = [byte; 4096];
+        let mut done = 0;
+        while done < len {
+            let n = (len - done).min(piece.len() as u64);
+            self.write(at + done, &piece[..n as usize])?;
+            done += n;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, part: &Part<'_>, size: u64) -> anyhow::Result<()> {
+        let (mut at, end, mut element) = (part.at, part.at + part.count * size, part.start);
+        while at < end {
+            let piece = part.tile.piece(element, end - at);
+            anyhow::ensure!(!piece.is_empty(), "the reference is shorter than the buffer");
+            self.write(at, piece)?;
+            at += piece.len() as u64;
+            element += piece.len() as u64 / size;
+        }
+        Ok(())
+    }
+
+    /// Elements that are not what they must be.
+    fn wrong(&self, part: &Part<'_>, size: u64) -> anyhow::Result<u64> {
+        let mut got = vec![0; CHUNK];
+        let (mut at, end, mut element, mut wrong) = (part.at, part.at + part.count * size, part.start, 0);
+        while at < end {
+            let piece = part.tile.piece(element, (end - at).min(CHUNK as u64));
+            anyhow::ensure!(!piece.is_empty(), "the reference is shorter than the buffer");
+            let got = &mut got[..piece.len()];
+            self.read(at, got)?;
+            wrong += wrong_elements(got, piece, size as usize);
+            at += piece.len() as u64;
+            element += piece.len() as u64 / size;
+        }
+        Ok(wrong)
+    }
+
+    /// Bytes of a range that are not `byte`.
+    fn touched(&self, at: u64, len: u64, byte: u8) -> anyhow::Result<u64> {
+        let mut got = vec![0; CHUNK];
+        let (mut done, mut touched) = (0, 0);
+        while done < len {
+            let n = (len - done).min(CHUNK as u64);
+            let got = &mut got[..n as usize];
+            self.read(at + done, got)?;
+            touched += got.iter().filter(|b| **b != byte).count() as u64;
+            done += n;
+        }
+        Ok(touched)
+    }
+}
+
+/// `count` elements at byte `at` that are elements `start..` of a tile.
+struct Part<'a> {
+    at: u64,
+    count: u64,
+    tile: &'a Tile,
+    start: u64,
+}
+
+impl Buffers {
+    /// Two buffers for cases of up to `bytes`.
+    ///
+    /// # Errors
+    /// There is not that much memory.
+    pub fn new(comm: &Communicator, memory: Memory, bytes: u64) -> anyhow::Result<Buffers> {
+        let len = bytes.checked_add(RIM).with_context(|| format!("{bytes} bytes are more than memory can be"))?;
+        Ok(Buffers { a: Mem::new(comm, memory, len)?, b: Mem::new(comm, memory, len)?, len })
+    }
+
+    /// Zeros both as far as a case of `bytes` reaches.
+    ///
+    /// # Errors
+    /// The case is larger than the buffers.
+    pub fn zero(&mut self, bytes: u64) -> anyhow::Result<()> {
+        let len = (bytes + RIM).min(self.len);
+        self.a.fill(0, len, 0)?;
+        self.b.fill(0, len, 0)
+    }
+}
+
+impl Case {
+    /// The case of `bytes` in the larger of a rank's buffers, rounded down to whole elements per rank; at least one, unless
+    /// `bytes` is 0.
+    pub fn of_bytes(op: Op, dtype: DataType, redop: ReduceOp, bytes: u64, nranks: usize) -> Case {
+        let blocks = if is_blocked(op) { nranks as u64 } else { 1 };
+        let count = bytes / dtype.size() as u64 / blocks;
+        let count = match op {
+            Op::Barrier => 0,
+            _ if bytes > 0 => count.max(1),
+            _ => 0,
+        };
+        Case { op, dtype, redop, count, root: 0, in_place: false, seed: 0 }
+    }
+
+    /// Bytes of the larger of one rank's buffers.
+    pub fn bytes(&self, nranks: usize) -> u64 {
+        let blocks = if is_blocked(self.op) { nranks as u64 } else { 1 };
+        self.count.saturating_mul(blocks).saturating_mul(self.dtype.size() as u64)
+    }
+
+    fn block(&self) -> u64 {
+        self.count * self.dtype.size() as u64
+    }
+
+    /// Whom send_recv sends to and receives from: a circle.
+    fn peers(&self, rank: usize, n: usize) -> Peers {
+        Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) }
+    }
+
+    /// Elements of `rank`'s input and output; 0 where it has none.
+    fn elements(&self, rank: usize, n: usize) -> (u64, u64) {
+        let (block, all) = (self.count, self.count * n as u64);
+        let root = |yes| if rank == self.root { yes } else { 0 };
+        match self.op {
+            Op::AllReduce | Op::SendRecv => (block, block),
+            Op::AllGather => (block, all),
+            Op::ReduceScatter => (all, block),
+            Op::AllToAll => (all, all),
+            Op::Broadcast => (root(block), block),
+            Op::Reduce => (block, root(block)),
+            Op::Barrier => (0, 0),
+        }
+    }
+
+    /// First byte of input and output in the buffer that holds both.
+    fn places(&self, rank: usize) -> (u64, u64) {
+        let mine = rank as u64 * self.block();
+        match self.op {
+            Op::AllGather => (mine, 0),
+            Op::ReduceScatter => (0, mine),
+            _ => (0, 0),
+        }
+    }
+
+    /// Calls the collective. Allocates nothing.
+    ///
+    /// # Errors
+    /// The runtime's.
+    pub fn issue(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), host_runtime::error::Error> {
+        let (rank, n) = (comm.rank(), comm.nranks());
+        let (count, dtype) = (self.count, self.dtype);
+        let Buffers { a, b, .. } = buffers;
+        let io = match (a, b) {
+            (Mem::Hbm(a), _) if self.in_place => {
+                let (i, o) = self.places(rank);
+                Io::Device { src: (a, i), dst: (a, o) }
+            }
+            (Mem::Host(a, at), _) if self.in_place => Io::HostInPlace(&mut a[*at..]),
+            (Mem::Hbm(a), Mem::Hbm(b)) => Io::device(a, b),
+            (Mem::Host(a, i), Mem::Host(b, o)) => Io::Host { src: &a[*i..], dst: &mut b[*o..] },
+            // Both are made by one constructor from one kind.
+            _ => {
+                return Err(host_runtime::error::Error::Bug(
+                    "the two buffers of a case are of different memory".into(),
+                ));
+            }
+        };
+        match self.op {
+            Op::AllReduce => comm.all_reduce(io, count, dtype, self.redop),
+            Op::AllGather => comm.all_gather(io, count, dtype),
+            Op::ReduceScatter => comm.reduce_scatter(io, count, dtype, self.redop),
+            Op::Broadcast => comm.broadcast(io, count, dtype, self.root),
+            Op::Reduce => comm.reduce(io, count, dtype, self.redop, self.root),
+            Op::AllToAll => comm.all_to_all(io, count, dtype),
+            Op::SendRecv => comm.send_recv(io, count, dtype, self.peers(rank, n)),
+            Op::Barrier => comm.barrier(),
+        }
+    }
+
+    /// Fills the input, calls once, and counts the elements of this rank that are wrong: in the output, in an input that
+    /// had to stay as it was, and bytes touched behind the output or where a rank has none.
+    ///
+    /// # Errors
+    /// The runtime's.
+    pub fn check(&self, comm: &mut Communicator, buffers: &mut Buffers) -> anyhow::Result<u64> {
+        let (rank, n) = (comm.rank(), comm.nranks());
+        let size = self.dtype.size() as u64;
+        let redop = reduces(self.op).then_some(self.redop);
+        let pattern = Pattern { dtype: self.dtype, redop, nranks: n, seed: self.seed };
+        let (ins, outs) = self.elements(rank, n);
+        let (in_at, out_at) = if self.in_place { self.places(rank) } else { (0, 0) };
+        let whole = self.bytes(n);
+        let input = pattern.input(rank, ins);
+        let input = Part { at: in_at, count: ins, tile: &input, start: 0 };
+
+        buffers.a.fill(0, whole + RIM, UNTOUCHED)?;
+        if !self.in_place {
+            buffers.b.fill(0, whole + RIM, UNTOUCHED)?;
+        }
+        buffers.a.put(&input, size)?;
+        self.issue(comm, buffers)?;
+
+        let tiles = self.expected(&pattern, rank, n);
+        let out = if self.in_place { &buffers.a } else { &buffers.b };
+        let mut wrong = 0;
+        let mut at = out_at;
+        for (tile, start) in &tiles {
+            wrong += out.wrong(&Part { at, count: self.count, tile, start: *start }, size)?;
+            at += self.block();
+        }
+        if !self.in_place {
+            wrong += buffers.a.wrong(&input, size)?;
+            // Nothing behind the output, which is all of the buffer on a rank without one.
+            let end = outs * size;
+            wrong += buffers.b.touched(end, whole + RIM - end, UNTOUCHED)?.div_ceil(size);
+        } else {
+            wrong += buffers.a.touched(whole, RIM, UNTOUCHED)?.div_ceil(size);
+        }
+        Ok(wrong)
+    }
+
+    /// What `rank` must receive: blocks of `count` elements, each from an element of a tile on.
+    fn expected(&self, p: &Pattern, rank: usize, n: usize) -> Vec<(Tile, u64)> {
+        let (count, mine) = (self.count, rank as u64 * self.count);
+        match self.op {
+            Op::AllReduce => vec![(p.reduction(count), 0)],
+            Op::Reduce if rank == self.root => vec![(p.reduction(count), 0)],
+            Op::Reduce | Op::Barrier => Vec::new(),
+            Op::Broadcast => vec![(p.input(self.root, count), 0)],
+            Op::AllGather => (0..n).map(|r| (p.input(r, count), 0)).collect(),
+            Op::ReduceScatter => vec![(p.reduction(mine + count), mine)],
+            Op::AllToAll => (0..n).map(|r| (p.input(r, mine + count), mine)).collect(),
+            Op::SendRecv => self.peers(rank, n).src.map(|r| (p.input(r, count), 0)).into_iter().collect(),
+        }
+    }
+
+    /// The name of the reduction, or a dash.
+    pub fn redop_name(&self) -> &'static str {
+        if reduces(self.op) { self.redop.name() } else { "-" }
+    }
+
+    /// The root, or -1, as nccl-tests prints it.
+    pub fn root_number(&self) -> i64 {
+        if has_root(self.op) { self.root as i64 } else { -1 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_as_users_write_them() {
+        for (name, op) in [
+            ("allreduce", Op::AllReduce),
+            ("all_reduce", Op::AllReduce),
+            ("All-Reduce", Op::AllReduce),
+            ("allr", Op::AllReduce),
+            ("all_reduce_perf", Op::AllReduce),
+            ("allg", Op::AllGather),
+            ("redsct", Op::ReduceScatter),
+            ("reduce_scatter", Op::ReduceScatter),
+            ("bcast", Op::Broadcast),
+            ("reduce", Op::Reduce),
+            ("all_to_all", Op::AllToAll),
+            ("alltoall", Op::AllToAll),
+            ("a2a", Op::AllToAll),
+            ("sendrecv", Op::SendRecv),
+            ("send_recv", Op::SendRecv),
+        ] {
+            assert_eq!(parse(name), Ok(op), "{name}");
+        }
+        for op in Op::ALL {
+            assert_eq!(parse(op.name()), Ok(op));
+        }
+        for name in ["", "all", "reduceall", "perf"] {
+            assert!(parse(name).unwrap_err().contains("allreduce"), "{name}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_rounded_down_to_whole_elements_per_rank() {
+        let case = |op, bytes, n| {
+            let c = Case::of_bytes(op, DataType::Fp32, ReduceOp::Sum, bytes, n);
+            (c.count, c.bytes(n))
+        };
+        assert_eq!(case(Op::AllReduce, 1023, 4), (255, 1020));
+        assert_eq!(case(Op::AllGather, 1024, 3), (85, 1020));
+        assert_eq!(case(Op::ReduceScatter, 8, 4), (1, 16));
+        assert_eq!(case(Op::AllToAll, 64, 4), (4, 64));
+        assert_eq!(case(Op::SendRecv, 1, 4), (1, 4));
+        assert_eq!(case(Op::AllGather, 0, 4), (0, 0));
+        assert_eq!(case(Op::Barrier, 64, 4), (0, 0));
+    }
+}

@@ -1,0 +1,102 @@
+//! Timing of back-to-back calls, and the bandwidths that belong to a time.
+//!
+//! Calls follow one another on the same buffers without a barrier between; each is timed by itself with the monotonic
+//! clock. What is reported is the slowest rank's, agreed by one small all_reduce after the timed region.
+
+use std::time::Instant;
+
+use host_runtime::error::Error;
+use host_runtime::nrt::Communicator;
+use hw_bridge::peers::Op;
+
+use crate::collective::{Buffers, Case};
+use crate::worker;
+
+/// Times of one call in microseconds, each the slowest rank's.
+#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+pub struct Times {
+    /// The mean.
+    pub mean: f64,
+    /// The median.
+    pub p50: f64,
+    /// 99 of 100 are at most this.
+    pub p99: f64,
+    /// The shortest.
+    pub min: f64,
+}
+
+/// Times of one rank from nanoseconds of each call; sorts them.
+fn summary(ns: &mut [u64]) -> Times {
+    ns.sort_unstable();
+    let Some(last) = ns.len().checked_sub(1) else { return Times { mean: 0.0, p50: 0.0, p99: 0.0, min: 0.0 } };
+    let us = |i: usize| ns[i.min(last)] as f64 / 1e3;
+    let mean = ns.iter().sum::<u64>() as f64 / ns.len() as f64 / 1e3;
+    Times { mean, p50: us(ns.len() / 2), p99: us(ns.len() * 99 / 100), min: us(0) }
+}
+
+/// Calls `case` `iters` times and answers the slowest rank's times.
+///
+/// # Errors
+/// The runtime's.
+pub fn calls(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, iters: usize) -> Result<Times, Error> {
+    let mut ns = vec![0u64; iters];
+    comm.barrier()?;
+    for t in &mut ns {
+        let start = Instant::now();
+        case.issue(comm, buffers)?;
+        *t = start.elapsed().as_nanos() as u64;
+    }
+    let mine = summary(&mut ns);
+    let [mean, p50, p99, min] = worker::largest(comm, [mine.mean, mine.p50, mine.p99, mine.min])?;
+    Ok(Times { mean, p50, p99, min })
+}
+
+/// Algorithm and bus bandwidth in GB/s (10^9 bytes a second), as nccl-tests define them: `bytes` is the larger of a
+/// rank's buffers, and the factor makes the bus bandwidth comparable with a link's.
+pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
+    if us <= 0.0 {
+        return (0.0, 0.0);
+    }
+    let n = nranks as f64;
+    let alg = bytes as f64 / us / 1e3;
+    let factor = match op {
+        Op::AllReduce => 2.0 * (n - 1.0) / n,
+        Op::AllGather | Op::ReduceScatter | Op::AllToAll => (n - 1.0) / n,
+        Op::Broadcast | Op::Reduce | Op::SendRecv => 1.0,
+        Op::Barrier => 0.0,
+    };
+    (alg, alg * factor)
+}
+
+/// Three significant digits in eight columns.
+pub fn number(x: f64) -> String {
+    match x {
+        x if x >= 10_000.0 => format!("{x:.0}"),
+        x if x >= 100.0 => format!("{x:.1}"),
+        x => format!("{x:.2}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summary_is_by_rank_order() {
+        let mut ns: Vec<u64> = (1..=100).rev().map(|i| i * 1000).collect();
+        assert_eq!(summary(&mut ns), Times { mean: 50.5, p50: 51.0, p99: 100.0, min: 1.0 });
+        assert_eq!(summary(&mut [5000]), Times { mean: 5.0, p50: 5.0, p99: 5.0, min: 5.0 });
+        assert_eq!(summary(&mut []).mean, 0.0);
+    }
+
+    #[test]
+    fn bandwidths_follow_nccl_tests() {
+        // 1 GB in one second.
+        let bw = |op, n| bandwidth(op, 1_000_000_000, n, 1e6);
+        assert_eq!(bw(Op::AllReduce, 4), (1.0, 1.5));
+        assert_eq!(bw(Op::AllGather, 4), (1.0, 0.75));
+        assert_eq!(bw(Op::Broadcast, 4), (1.0, 1.0));
+        assert_eq!(bw(Op::AllReduce, 1), (1.0, 0.0));
+        assert_eq!(bandwidth(Op::AllReduce, 8, 2, 0.0), (0.0, 0.0));
+    }
+}
