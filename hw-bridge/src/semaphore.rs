@@ -73,6 +73,9 @@ impl WaitPolicy {
     }
 }
 
+/// Spins between two offers of the core.
+const SPINS_A_YIELD: u32 = 256;
+
 /// Waits until `ready`, calling `check` at least every [`crate::limits::NAP`] once it sleeps. `check` decides about deadlines, deaths and
 /// aborts; its error ends the wait.
 #[inline]
@@ -82,11 +85,15 @@ pub fn wait<E>(
     mut ready: impl FnMut() -> bool,
     check: impl FnMut() -> Result<(), E>,
 ) -> Result<(), E> {
-    for _ in 0..policy.spins {
+    for spin in 1..=policy.spins {
         if ready() {
             return Ok(());
         }
         std::hint::spin_loop();
+        // The kernel may have put the rank we wait for on this very core.
+        if spin % SPINS_A_YIELD == 0 {
+            std::thread::yield_now();
+        }
     }
     wait_slowly(bell, policy, ready, check)
 }
