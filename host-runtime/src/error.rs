@@ -44,7 +44,7 @@ pub enum Error {
         causes: Vec<String>,
     },
     /// The instance trapped, ran out of time or over a limit, or already had.
-    #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; this communicator's control plane is gone, data in flight goes on{}", listed(.causes))]
+    #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; this instance serves no more calls, data in flight goes on{}", listed(.causes))]
     Stopped {
         /// The entry.
         entry: &'static str,

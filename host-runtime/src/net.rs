@@ -122,7 +122,7 @@ impl HostState {
         let answer = self.opened()?.call::<P, Result<T, NcclError>>(entry, name, params);
         match answer {
             Ok(Ok(t)) => Ok(t),
-            Ok(Err(e)) => Err(self.fail(Status::FAILURE, format!("{entry} of the net plugin answered {e:?}"))),
+            Ok(Err(e)) => Err(self.fail(Status::FAILURE, format!("{entry} of the net plugin answered {}", e.name()))),
             Err(why) => Err(self.fail(Status::FAILURE, why)),
         }
     }

@@ -179,7 +179,11 @@ impl files::Host for HostState {
             Err(s) => return Ok(Err(s)),
         };
         let mut data = Vec::new();
-        let read = dir.open(&file).and_then(|f| f.take(most + 1).read_to_end(&mut data));
+        // Looked at before it is opened: a pipe would block.
+        let regular = dir
+            .metadata(&file)
+            .and_then(|m| if m.is_file() { Ok(()) } else { Err(std::io::ErrorKind::InvalidInput.into()) });
+        let read = regular.and_then(|()| dir.open(&file)).and_then(|f| f.take(most + 1).read_to_end(&mut data));
         Ok(match read {
             Ok(_) if data.len() as u64 <= most => Ok(data),
             Ok(_) => {

@@ -13,6 +13,7 @@ use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower}
 use super::engine::Ticking;
 use super::{HostState, Library};
 use crate::error::Error;
+use crate::limits::GUEST_STACK;
 use crate::tenant::{Tenant, lock};
 
 thread_local! {
@@ -68,7 +69,7 @@ impl Instance {
         drop(ticking);
         let instance = made.map_err(|e| {
             let (_, limit) = store.data_mut().take_causes();
-            limit.unwrap_or_else(|| format!("it stopped while it was instantiated: {}", root(&e)))
+            limit.unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())))
         })?;
         store.data_mut().live = true;
         Ok(Arc::new(Instance {
@@ -177,7 +178,7 @@ impl Instance {
             }
             Err(e) => {
                 let (causes, limit) = store.data_mut().take_causes();
-                let cause = limit.unwrap_or_else(|| root(&e));
+                let cause = limit.unwrap_or_else(|| cause_of(&e, store.data()));
                 self.tenant.counters.trapped();
                 tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
                 *stopped = Some(format!("{cause} (in {entry})"));
@@ -203,6 +204,22 @@ impl Instance {
     pub(crate) fn peek<R>(&self, f: impl FnOnce(&mut HostState) -> R) -> R {
         f(lock(&self.inner).store.data_mut())
     }
+}
+
+/// What stopped a call, with the limit named where one did.
+fn cause_of(e: &wasmtime::Error, state: &HostState) -> String {
+    if matches!(e.downcast_ref::<wasmtime::Trap>(), Some(wasmtime::Trap::StackOverflow)) {
+        return format!("the instance used more than its {GUEST_STACK} bytes of stack");
+    }
+    let text = root(e);
+    // The engine has no type for this one.
+    if text.contains("fuel allocated for hostcalls has been exhausted") {
+        return format!(
+            "the instance handed over more than its {} bytes in one host call",
+            state.tenant.limits.hostcall_bytes
+        );
+    }
+    text
 }
 
 /// The innermost cause, without the guest's backtrace.

@@ -52,8 +52,16 @@ pub enum Kind {
 
 /// Reads a plugin file, within the size limit.
 pub fn read(path: &Path) -> Result<Vec<u8>, String> {
-    let file = std::fs::File::open(path).map_err(|e| format!("it cannot be opened: {e}"))?;
-    let len = file.metadata().map_err(|e| format!("it cannot be inspected: {e}"))?.len();
+    use std::os::unix::fs::OpenOptionsExt;
+    // Not blocking: a pipe must not hold the load up.
+    let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let file = file.map_err(|e| format!("it cannot be opened: {e}"))?;
+    let meta = file.metadata().map_err(|e| format!("it cannot be inspected: {e}"))?;
+    if !meta.is_file() {
+        return Err("it is not a regular file".into());
+    }
+    let len = meta.len();
     if len > MAX_PLUGIN_BYTES {
         return Err(format!("it has {len} bytes, more than the {MAX_PLUGIN_BYTES} a plugin may have"));
     }

@@ -213,7 +213,7 @@ fn the_net_step_never_changes_the_loaders_result() {
     let truncated = net(&["name"]).build().unwrap()[..200].to_vec();
     let missing = pair(None);
     let mut absent = missing.config.clone();
-    absent.net_plugin = Some(missing.folder.put("no-such-net.wasm", &net(&["name", "init", "devices"]).build().unwrap()));
+    absent.net_plugin = Some(missing.folder.path("no-such-net.wasm"));
     let cases = [
         (missing.config.clone(), "no net plugin is configured"),
         (absent, "…no-such-net.wasm: it cannot be opened: No such file or directory (os error 2)"),

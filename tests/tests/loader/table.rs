@@ -156,7 +156,7 @@ fn files() -> Group {
             ),
             refused(
                 "a folder",
-                "Error opening libnccom.so, cannot use collective operations! plugin PLUGIN: it cannot be read: Is a directory (os error 21)",
+                "Error opening libnccom.so, cannot use collective operations! plugin PLUGIN: it is not a regular file",
                 case(|| Ok(File::Folder)),
             ),
             refused(
@@ -380,10 +380,9 @@ fn probe(body: String) -> Case {
 }
 
 /// What the engine says when a call hands over more than the tenant's limit for one host call.
-const HOST_CALL: &str =
-    "too much data is being copied between the host and the guest: fuel allocated for hostcalls has been exhausted";
+const HOST_CALL: &str = "the instance handed over more than its 16777216 bytes in one host call";
 /// What it says when the guest's stack is used up.
-const STACK: &str = "wasm trap: call stack exhausted";
+const STACK: &str = "the instance used more than its 524288 bytes of stack";
 
 /// Ways to misbehave, as bodies that go on if they are survived; with the sentence of each.
 fn crimes() -> Vec<(&'static str, &'static str, &'static str, bool)> {
@@ -530,7 +529,7 @@ fn stopped(entry: &str, cause: &str) -> String {
 
 fn stop_sentence(entry: &str, cause: &str) -> String {
     format!(
-        "plugin plugin.wasm stopped in {entry} on tenant default: {cause}; this communicator's control plane is gone, data in flight goes on"
+        "plugin plugin.wasm stopped in {entry} on tenant default: {cause}; this instance serves no more calls, data in flight goes on"
     )
 }
 
