@@ -311,3 +311,68 @@ fn a_rank_that_never_arrives_is_named_when_the_deadline_passes() {
     let first = texts[..2].iter().find(|t| t.contains("timed out")).unwrap();
     assert!(first.contains("300ms") && first.contains("its last operation was #1 (barrier), completed"), "{first}");
 }
+
+/// Two ranks that both believe to be the root wait for nobody, so nothing tells them apart in that call; the next one that
+/// meets does, before it moves data.
+#[test]
+fn one_way_calls_that_differ_are_noticed_at_the_next_meeting() {
+    let texts = world(2, &config(), |mut comm| {
+        let root = comm.rank();
+        let mut buf = [root as u8; 8];
+        comm.broadcast(Io::HostInPlace(&mut buf), 8, DataType::Uint8, root).unwrap();
+        let e = comm.all_reduce(Io::HostInPlace(&mut buf), 8, DataType::Uint8, ReduceOp::Sum).unwrap_err().to_string();
+        assert_eq!(buf, [root as u8; 8], "no data moved");
+        e
+    });
+    assert!(texts.iter().any(|t| t.contains("mismatched collectives at operation #2")), "{texts:?}");
+    assert!(texts.iter().any(|t| t.contains("after other operations than ours")), "{texts:?}");
+}
+
+/// A send whose receiver listens to somebody else is an error on the sender too, wherever the sender waits.
+#[test]
+fn a_send_to_a_rank_that_receives_from_another_fails() {
+    for device in [true, false] {
+        let texts = world(3, &config(), move |mut comm| {
+            let rank = comm.rank();
+            // 0 sends to 1, 1 receives from 2, 2 does nothing.
+            let peers = [(Some(1), None), (None, Some(2)), (None, None)][rank];
+            let peers = Peers { dst: peers.0, src: peers.1 };
+            let n = 100_000usize;
+            let (src, mut dst) = (vec![1u8; n], vec![0u8; n]);
+            let r = if device {
+                let (a, b) = (comm.tensor(n as u64).unwrap(), comm.tensor(n as u64).unwrap());
+                comm.send_recv(Io::device(&a, &b), n as u64, DataType::Uint8, peers)
+            } else {
+                comm.send_recv(Io::Host { src: &src, dst: &mut dst }, n as u64, DataType::Uint8, peers)
+            };
+            r.err().map_or(String::new(), |e| e.to_string())
+        });
+        assert!(!texts[0].is_empty() && !texts[1].is_empty(), "{texts:?}");
+        assert!(texts.iter().any(|t| t.contains("mismatched collectives")), "{texts:?}");
+    }
+}
+
+/// A rank that leaves after it has arrived is noticed by a rank that waits for a third one.
+#[test]
+fn a_rank_that_leaves_in_the_middle_is_named_by_those_who_wait_for_another() {
+    let texts = world(3, &config(), |mut comm| {
+        let t = comm.tensor(1 << 20).unwrap();
+        comm.barrier().unwrap();
+        match comm.rank() {
+            // Comes much later than the others' failure, but before their deadline.
+            1 => std::thread::sleep(std::time::Duration::from_secs(2)),
+            2 => {
+                let token = comm.abort_token().clone();
+                std::thread::spawn(move || {
+                    std::thread::sleep(std::time::Duration::from_millis(200));
+                    token.abort("gone fishing");
+                });
+            }
+            _ => {}
+        }
+        comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string()
+    });
+    assert!(texts[0].contains("rank 2") && texts[0].contains("gone fishing"), "{}", texts[0]);
+    assert!(texts[1].contains("gone fishing") || texts[1].contains("rank 0"), "{}", texts[1]);
+    assert!(texts[2].contains("gone fishing"), "{}", texts[2]);
+}

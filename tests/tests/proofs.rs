@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::{bytes_of, config, free_port, values_of, world};
+use common::{bytes_of, config, free_port, plugin_file, values_of, world};
 use host_runtime::abort::AbortToken;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
 use host_runtime::{DataType, ReduceOp};
+use tests::zoo;
 
 /// One all-reduce of ones over `comm`, checked.
 fn reduce_ones(comm: &mut Communicator, t: &Tensor) {
@@ -46,9 +47,10 @@ fn no_component_call_in_the_steady_state() {
 /// The component traps in mid-run: its communicator's control plane is gone, the collectives go on.
 #[test]
 fn data_in_flight_survives_a_trap_of_the_plugin() {
-    let built = tests::rewrite::built_core();
-    let trapping = tests::rewrite::with_body("neuron-get-peer-device-id", tests::rewrite::Body::Trap, &built);
-    let file = tests::rewrite::plugin_file("traps-in-slot-18", &trapping);
+    let core = zoo::built("nccom.core.wasm").unwrap();
+    let trapping =
+        zoo::rewrite(&core, &[("neuron:nccom/collectives#neuron-get-peer-device-id", "unreachable")]).unwrap();
+    let file = plugin_file("traps-in-slot-18", &zoo::described(&trapping).unwrap());
     let mut c = config();
     c.plugin = Some(file.path().into());
     world(2, &c, |mut comm| {
@@ -73,8 +75,10 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
 /// A second build takes over while the communicator lives; collectives run all the time; the plan is handed over.
 #[test]
 fn a_second_build_takes_over_a_running_communicator() {
-    let second = tests::rewrite::second_build(&tests::rewrite::built_core());
-    let file = tests::rewrite::plugin_file("second-build", &second);
+    // The same library as another build: other bytes, so another digest.
+    let mut core = zoo::built("nccom.core.wasm").unwrap();
+    core.extend(b"\0\x0d\x05buildsecond2");
+    let file = plugin_file("second-build", &zoo::described(&core).unwrap());
     let path: std::path::PathBuf = file.path().into();
     world(2, &config(), move |mut comm| {
         let t = comm.tensor(1 << 16).unwrap();
@@ -94,7 +98,7 @@ fn a_second_build_takes_over_a_running_communicator() {
         assert_eq!(orders(&after), orders(&before));
         comm.ring_connector(0, true).unwrap();
         // A plugin that does not pass the gate leaves the running one alone.
-        let broken = tests::rewrite::plugin_file("not-a-plugin", b"\0asm\x0d\0\x01\0");
+        let broken = plugin_file("not-a-plugin", b"\0asm\x0d\0\x01\0");
         let e = runtime.replace_library(broken.path(), &[&comm]).unwrap_err().to_string();
         assert!(e.contains("the old library runs on"), "{e}");
         reduce_ones(&mut comm, &t);

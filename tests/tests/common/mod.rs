@@ -62,3 +62,31 @@ pub fn bytes_of(values: &[f32]) -> Vec<u8> {
 pub fn values_of(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
 }
+
+/// A plugin file that is removed when dropped.
+#[derive(Debug)]
+pub struct PluginFile(std::path::PathBuf);
+
+impl PluginFile {
+    /// Where it is.
+    pub fn path(&self) -> &std::path::Path {
+        &self.0
+    }
+}
+
+impl Drop for PluginFile {
+    fn drop(&mut self) {
+        // A leftover in the temporary folder is harmless.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Writes `bytes` as a plugin file of that name.
+pub fn plugin_file(name: &str, bytes: &[u8]) -> PluginFile {
+    static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+    let nth = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+    let path =
+        std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}-{nth}.wasm", std::process::id()));
+    std::fs::write(&path, bytes).unwrap();
+    PluginFile(path)
+}
