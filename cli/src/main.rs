@@ -63,7 +63,7 @@ enum Command {
     /// Show that it works: start ranks, run every collective, verify every element
     Demo(demo::Args),
     /// Measure collectives, with the options of nccom-test and nccl-tests
-    Bench(bench::Args),
+    Bench(Box<bench::Args>),
     /// Start a program once per rank, with the variables that such programs expect
     Run(run::Args),
     /// Look into a plugin, or ask whether this host would load it

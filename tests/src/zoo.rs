@@ -165,8 +165,7 @@ impl Wit {
     /// # Errors
     /// When a text is not WIT.
     pub fn resolve(&self, world: &str) -> Result<(Resolve, WorldId)> {
-        let mut resolve = Resolve::default();
-        resolve.all_features = true;
+        let mut resolve = Resolve { all_features: true, ..Resolve::default() };
         let mut push = |name: &str, text: &str| {
             let pushed = resolve.push_source(&format!("{name}.wit"), text);
             pushed.with_context(|| format!("the contract `{name}` does not parse"))
