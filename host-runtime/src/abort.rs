@@ -2,7 +2,8 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 /// Cloneable; all clones are one switch. [`AbortToken::abort`] returns at once, in any state, as often as one likes.
 #[derive(Debug, Clone)]
@@ -12,6 +13,7 @@ pub struct AbortToken(Arc<Inner>);
 struct Inner {
     flag: AtomicBool,
     reason: Mutex<String>,
+    at: OnceLock<Instant>,
     event: OwnedFd,
     endpoints: Mutex<Vec<hw_bridge::peers::Abort>>,
 }
@@ -24,6 +26,7 @@ impl AbortToken {
         Ok(AbortToken(Arc::new(Inner {
             flag: AtomicBool::new(false),
             reason: Mutex::default(),
+            at: OnceLock::new(),
             event,
             endpoints: Mutex::default(),
         })))
@@ -36,6 +39,8 @@ impl AbortToken {
             let mut first = lock(&self.0.reason);
             if !self.aborted() {
                 *first = reason.to_string();
+                // The first one, under the lock: nobody else sets it.
+                let _ = self.0.at.set(Instant::now());
                 self.0.flag.store(true, Ordering::SeqCst);
             }
         }
@@ -49,6 +54,11 @@ impl AbortToken {
     /// Whether it happened.
     pub fn aborted(&self) -> bool {
         self.0.flag.load(Ordering::Acquire)
+    }
+
+    /// How long ago it happened.
+    pub(crate) fn aborted_for(&self) -> Option<Duration> {
+        if self.aborted() { self.0.at.get().map(Instant::elapsed) } else { None }
     }
 
     /// Why it happened.

@@ -148,6 +148,11 @@ impl Proxy {
         self.registers = registers;
     }
 
+    /// An increment register, by the id that operation lists use.
+    pub fn register(&self, id: u64) -> Option<Arc<IncrementRegister>> {
+        self.registers.get(&id).cloned()
+    }
+
     /// The host index of a queued block, for the device's side.
     pub fn host_index(&self, stream: u32, block: u32, send: bool) -> Option<Arc<HostIndex>> {
         let s = self.streams.get(stream as usize)?;

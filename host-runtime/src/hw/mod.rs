@@ -210,6 +210,34 @@ impl proxy::Host for HostState {
         Ok(stopped.map_err(|e| self.fail(Status::INVALID, e.to_string())))
     }
 
+    fn register(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        id: u64,
+    ) -> Trap<Answer<Resource<objects::SemaphoreObject>>> {
+        let comm = self.comm(&comm)?;
+        let found = lock(&comm.proxy).register(id);
+        Ok(match found {
+            Some(r) => self.add(objects::SemaphoreObject(r)),
+            None => Err(self.fail(Status::INVALID_HANDLE, format!("communicator {} has no register {id}", comm.id))),
+        })
+    }
+
+    fn dynamic_sizes(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        id: u64,
+    ) -> Trap<Answer<Resource<objects::HostMemObject>>> {
+        let comm = self.comm(&comm)?;
+        let found = lock(&comm.dynamic).get(&id).cloned();
+        Ok(match found {
+            Some(m) => self.add(objects::HostMemObject(m)),
+            None => {
+                Err(self.fail(Status::INVALID_HANDLE, format!("communicator {} has no dynamic sizes {id}", comm.id)))
+            }
+        })
+    }
+
     fn progress(&mut self, comm: Resource<CommunicatorObject>, stream: u32, block: u32) -> Trap<Answer<(bool, bool)>> {
         let comm = self.comm(&comm)?;
         let ticked = lock(&comm.proxy).progress(stream, block);

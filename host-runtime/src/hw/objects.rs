@@ -81,6 +81,8 @@ pub struct CommCore {
     pub endpoint: Mutex<Endpoint>,
     /// The network proxy.
     pub proxy: Mutex<Proxy>,
+    /// Host memory with dynamic sizes, by the id that operation lists use.
+    pub dynamic: Mutex<HashMap<u64, Arc<Mutex<HostMem>>>>,
     /// The switch that ends it.
     pub abort: AbortToken,
     tenant: Arc<Tenant>,
@@ -96,6 +98,7 @@ impl CommCore {
             nranks: endpoint.nranks(),
             endpoint: Mutex::new(endpoint),
             proxy: Mutex::default(),
+            dynamic: Mutex::default(),
             abort,
             tenant,
             grants: Mutex::default(),

@@ -166,10 +166,15 @@ impl Runtime {
     /// [`Error::Config`] for a device that cannot be, [`Error::System`] for a process that is out of resources.
     pub fn open(config: RuntimeConfig) -> Result<Runtime, Error> {
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
+        // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
+        let socket_ms =
+            config.vars.get("NEURON_CCOM_SOCK_TIMEOUT").and_then(|v| v.trim().parse::<u32>().ok()).unwrap_or(0);
+        let wall = config.limits.wall.max(Duration::from_millis(u64::from(socket_ms)) * 5);
+        let limits = Limits { wall, ..config.limits };
         let tenant = Tenant::new(
             config.tenant.clone(),
             config.tenant_id,
-            config.limits,
+            limits,
             device,
             config.vars.clone(),
             config.hbm_bytes,

@@ -7,12 +7,15 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
+/// How long to wait for another process that compiles the same plugin; it may be stopped.
+const PATIENCE: Duration = Duration::from_secs(60);
 const MAGIC: &[u8; 8] = b"wcclcwm1";
 
 /// Where compiled components are kept: `$WCCL_CACHE_DIR`, else the user's cache directory; `None` if there is none or it
@@ -62,7 +65,7 @@ pub fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
     // One compiles, the others wait and find it; without a lock (odd file system) both compile.
     let lock =
         OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.with_extension("lock"));
-    let locked = lock.as_ref().is_ok_and(|f| rustix::fs::flock(f, FlockOperation::LockExclusive).is_ok());
+    let locked = lock.as_ref().is_ok_and(|f| locked_within(f, PATIENCE));
     if locked && let Some(c) = load(engine, &path) {
         return Ok(c);
     }
@@ -71,6 +74,20 @@ pub fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
         tracing::debug!("the compiled plugin was not cached: {e}");
     }
     Ok(component)
+}
+
+/// Takes the lock, waiting for whoever compiles; after `patience` it is done without.
+fn locked_within(file: &File, patience: Duration) -> bool {
+    let begun = Instant::now();
+    loop {
+        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return true,
+            Err(rustix::io::Errno::WOULDBLOCK | rustix::io::Errno::INTR) if begun.elapsed() < patience => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            Err(_) => return false,
+        }
+    }
 }
 
 fn store(component: &Component, path: &Path) -> std::io::Result<()> {

@@ -14,6 +14,9 @@ use crate::plugin::Library;
 use crate::status::Status;
 use crate::tenant::Tenant;
 
+/// How long a guest may take to come back after an abort.
+const ABORT_GRACE: Duration = Duration::from_millis(500);
+
 /// The data of every store.
 pub struct HostState {
     pub(crate) table: ResourceTable,
@@ -101,9 +104,6 @@ impl HostState {
         store.set_epoch_deadline(1);
         store.epoch_deadline_callback(|mut ctx| {
             let s = ctx.data_mut();
-            if s.abort.aborted() {
-                return Err(wasmtime::format_err!("aborted: {}", s.abort.reason()));
-            }
             s.charge();
             s.within_budget()?;
             Ok(UpdateDeadline::Continue(1))
@@ -125,9 +125,12 @@ impl HostState {
         self.begun.checked_add(self.tenant.limits.wall).map_or(asked, |wall| asked.min(wall))
     }
 
-    /// The two bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by
-    /// the host functions that wait, with a status; only a guest that computes on is ended by it.
+    /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
+    /// host functions that wait, with a status; a guest that goes on all the same is ended.
     fn within_budget(&mut self) -> wasmtime::Result<()> {
+        if self.abort.aborted_for().is_some_and(|ago| ago > ABORT_GRACE) {
+            return Err(wasmtime::format_err!("aborted: {}", self.abort.reason()));
+        }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
         let why = if self.spent > call {
             format!("the call used more than its {call:?} of guest time")

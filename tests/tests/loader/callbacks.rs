@@ -5,10 +5,10 @@ use std::rc::Rc;
 
 use host_runtime::error::Error;
 use host_runtime::forward::NAMES;
-use host_runtime::nrt::Runtime;
+use host_runtime::nrt::{CommOptions, Runtime};
 use host_runtime::plugin::check::CALLBACKS;
 use host_runtime::status::Status;
-use tests::zoo::{self, Plugin, REPLY, SCRATCH, ok_bytes};
+use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
 
 use crate::support::{Folder, INSIDE_MARK, assert_fits, config, loaded, log, on_mark, open};
 
@@ -20,7 +20,7 @@ fn caller() -> Plugin {
     let pair = SCRATCH + 512;
     let reply = format!("(i32.const {REPLY})");
     let dev = "(i32.const 0)";
-    // A handle that nobody gave: five callbacks take one, and nothing hands one to a plugin yet.
+    // A handle that nobody gave; the five callbacks that take one are called with a real one further down.
     let forged = "(i32.const 7)";
     let calls = [
         format!("(call $nec.nec-inc-semaphore {forged} (i32.const 1))"),
@@ -121,6 +121,84 @@ fn all_twenty_are_served_and_answer_for_themselves() {
         assert!(matches!(err, Error::Stopped { .. }), "callback {n} took a handle that nobody gave: {err}");
         assert_fits("…handle index 7…", &err.to_string());
     }
+}
+
+/// The five callbacks that take a handle, with handles that the host gave for ids of this communicator. The send size is the
+/// one whose arguments are reshaped.
+///
+/// Proves INV-08, INV-12, INV-13.
+#[test]
+fn the_five_with_a_handle_answer_through_a_plugin() {
+    use hw_bridge::device::{HostMem, IncrementRegister};
+    use hw_bridge::proxy::{Entry, NetPath};
+    use std::collections::HashMap;
+    use std::sync::{Arc, Mutex};
+
+    #[derive(Debug)]
+    struct NoWire;
+    impl NetPath for NoWire {
+        fn post(&mut self, _: &Entry) -> Result<Option<u64>, String> {
+            Err("nothing is posted here".into())
+        }
+        fn test(&mut self, _: u64) -> Result<Option<u64>, String> {
+            Err("nothing is posted here".into())
+        }
+    }
+
+    let mut p = Plugin::lone_rank().unwrap();
+    let (reply, handle) = (format!("(i32.const {REPLY})"), format!("(i32.load offset=4 (i32.const {REPLY}))"));
+    // The entry's peer says which callback; its answer is the callback's. Size 2, rank 3, world 4.
+    let offset =
+        |name: &str| format!("(i32.wrap_i64 (call $nec.{name} {handle} (i64.const 2) (i32.const 3) (i32.const 4)))");
+    let calls = [
+        (1, format!("(call $nec.nec-inc-semaphore {handle} (i32.const 5)) (local.set 1 (i32.const 0))")),
+        (13, format!("(local.set 1 {})", offset("nec-get-dynamic-send-size-bytes"))),
+        (14, format!("(local.set 1 {})", offset("nec-get-dynamic-send-offset-bytes"))),
+        (15, format!("(local.set 1 {})", offset("nec-get-dynamic-recv-offset-bytes"))),
+        (
+            16,
+            format!(
+                "(call $nec.nec-set-recv-size-bytes {handle} (i64.const 40) (i64.const 8) (i32.const 3) (i32.const 4))
+  (local.set 1 (i32.const 0))"
+            ),
+        ),
+    ];
+    let mut body = format!(
+        "(if (i32.eq (local.get 1) (i32.const 1))
+  (then (call $proxy.register (local.get 0) (i64.const 11) {reply}))
+  (else (call $proxy.dynamic-sizes (local.get 0) (i64.const 12) {reply})))
+(call $objects.communicator.drop (local.get 0))
+(block $done"
+    );
+    for (n, call) in calls {
+        body += &format!("\n(if (i32.eq (local.get 1) (i32.const {n})) (then {call} (br $done)))");
+    }
+    body += &format!(
+        ")\n(i32.store8 (i32.const {ANSWER}) (i32.const 0)) (i32.store offset=4 (i32.const {ANSWER}) (local.get 1)) (i32.const {ANSWER})"
+    );
+    p.body("neuron-get-peer-device-id", body);
+
+    let folder = Folder::new();
+    let rt = loaded(config(&folder.put("plugin.wasm", &p.build().unwrap())));
+    let id = rt.unique_id(1).unwrap();
+    let comm = rt.init_comm(CommOptions::with_id(id, 0, 1)).unwrap();
+    let register = Arc::new(IncrementRegister::recording(4));
+    comm.core().proxy.lock().unwrap().attach(Box::new(NoWire), HashMap::from([(11, register.clone())]));
+    let sizes = HostMem::new(4).unwrap();
+    sizes.set_send(3, 13, 103).unwrap();
+    sizes.set_send(2, 12, 102).unwrap();
+    sizes.set_recv_offset(3, 203).unwrap();
+    let sizes = Arc::new(Mutex::new(sizes));
+    comm.core().dynamic.lock().unwrap().insert(12, sizes.clone());
+
+    assert_eq!(comm.peer_device_id(1).unwrap(), 0);
+    assert_eq!((register.recorded(), register.value()), (vec![5], 5));
+    // Passed on as they came, size and rank would give count[2] * 3 = 36.
+    assert_eq!(comm.peer_device_id(13).unwrap(), 13 * 2);
+    assert_eq!(comm.peer_device_id(14).unwrap(), 103 * 2);
+    assert_eq!(comm.peer_device_id(15).unwrap(), 203 * 2);
+    assert_eq!(comm.peer_device_id(16).unwrap(), 0);
+    assert_eq!(sizes.lock().unwrap().recv_count(3).unwrap(), 5);
 }
 
 /// 20 hosts, each without one callback. The plugin's probe would log; it never comes to that.
