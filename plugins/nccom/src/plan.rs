@@ -349,7 +349,17 @@ impl Plan {
         let (rank, nranks) = (group.rank, group.nranks);
         let mut links =
             HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms: self.timeout_ms };
-        let made = connect::run(&mut links, rank, nranks, edges)?;
+        let made = connect::run(&mut links, rank, nranks, edges);
+        // Nobody goes on before all have mapped what they need: a rank that is quickly done, and gone, would take its memory
+        // with it while a slower peer still asks for it. A rank that failed breaks the ring, and the others learn it at once.
+        let made = match made {
+            Ok(m) => m,
+            Err(e) => {
+                group.break_ring();
+                return Err(e);
+            }
+        };
+        group.all_gather(&HostSockets, &[0], "p2pconnect done")?;
         self.connectors.extend(made);
         Ok(())
     }

@@ -133,9 +133,14 @@ impl<S: Sockets> Group<S> {
         }
         let gathered = self.pass_round(s, block, hint);
         if gathered.is_err() {
-            (self.next, self.prev) = (None, None);
+            self.break_ring();
         }
         gathered
+    }
+
+    /// Closes the ring: the neighbours' next all-gather fails at once.
+    pub fn break_ring(&mut self) {
+        (self.next, self.prev) = (None, None);
     }
 
     fn pass_round(&self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
