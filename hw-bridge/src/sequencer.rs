@@ -302,7 +302,7 @@ pub enum OpError {
     },
     /// A peer is in another call.
     #[error(
-        "mismatched collectives at operation #{seq}: rank {rank} calls {mine}, rank {peer} calls {theirs}; no data was moved; make all ranks issue the same calls in the same order"
+        "mismatched collectives at operation #{seq}: rank {rank} calls {mine}, rank {peer} calls {theirs}; make all ranks issue the same calls in the same order"
     )]
     Mismatch {
         /// This rank.

@@ -1,6 +1,7 @@
 //! A communicator: one rank's membership, its control plane (an instance of the library) and its data plane.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
@@ -83,7 +84,6 @@ struct Control {
 struct Schedules {
     last: Option<(Call, Algorithm, Arc<Sealed>)>,
     all: HashMap<(Call, Algorithm), Arc<Sealed>>,
-    expanded: bool,
 }
 
 /// One rank's communicator. Collectives are called by all ranks in the same order; one at a time.
@@ -97,6 +97,8 @@ pub struct Communicator {
     logical_core: i32,
     timeout: Duration,
     schedules: Mutex<Schedules>,
+    /// Every pair is connected.
+    expanded: AtomicBool,
 }
 
 fn bad(what: String) -> Error {
@@ -147,6 +149,7 @@ impl Communicator {
             logical_core,
             timeout: o.timeout.unwrap_or(inner.config.timeout),
             schedules: Mutex::default(),
+            expanded: AtomicBool::new(false),
         };
         if o.graph {
             made.build_graph()?;
@@ -168,9 +171,7 @@ impl Communicator {
             let ranks = rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
             let digest = ranks.fold(0x811c_9dc5u32, |d, r| (d ^ r).wrapping_mul(16_777_619));
             lock(&self.core.endpoint).set_plan(digest);
-            let mut cache = lock(&self.schedules);
-            *cache = Schedules { expanded: cache.expanded, ..Schedules::default() };
-            drop(cache);
+            *lock(&self.schedules) = Schedules::default();
             self.rings = rings;
         }
         self.info = info;
@@ -335,17 +336,15 @@ impl Communicator {
         self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))
     }
 
-    /// Connects every pair if that has not happened yet; all ranks call it.
+    /// Has the library connect what is more than ring neighbours, once (INV-81). The exchange needs every rank, so all decide
+    /// alike: by the size alone, never by what this rank happens to be linked to.
     pub(crate) fn connect_all(&self) -> Result<(), Error> {
-        let n = self.core.nranks;
-        let linked = {
-            let e = lock(&self.core.endpoint);
-            (0..n).all(|p| e.linked(p))
-        };
-        if !linked && n > 3 && !lock(&self.schedules).expanded {
-            self.expand_connectivity()?;
-            lock(&self.schedules).expanded = true;
+        // With three ranks everybody is a ring neighbour.
+        if self.core.nranks <= 3 || self.expanded.load(Ordering::Acquire) {
+            return Ok(());
         }
+        self.expand_connectivity()?;
+        self.expanded.store(true, Ordering::Release);
         Ok(())
     }
 
@@ -505,14 +504,9 @@ impl Communicator {
                         call.op.name()
                     )));
                 }
-                // All ranks decide alike, because the exchange needs all of them: by the algorithm and the size.
-                if algorithm != Algorithm::Ring && n > 3 && !cache.expanded {
-                    if let Err(e) = self.expand_connectivity() {
-                        // The exchange needed every rank, and this one cannot repair it alone.
-                        lock(&self.core.endpoint).fail(&e.to_string());
-                        return Err(e);
-                    }
-                    cache.expanded = true;
+                if algorithm != Algorithm::Ring {
+                    // The others go on to an operation that this rank cannot join: they learn why.
+                    self.connect_all().inspect_err(|e| lock(&self.core.endpoint).fail(&e.to_string()))?;
                 }
                 let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
                 let mut endpoint = lock(&self.core.endpoint);
