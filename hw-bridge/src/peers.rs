@@ -336,7 +336,7 @@ impl Control {
 
     /// Publishes the arrival record of operation `seq`; the payload must be in place.
     #[inline]
-    pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aside: Aside, words: Option<[u64; 2]>) {
+    pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aside: Aside, words: Option<[u64; 4]>) {
         let r = self.record(seq);
         r.what.store(header.pack(), Ordering::Relaxed);
         r.count.store(header.count, Ordering::Relaxed);
@@ -364,11 +364,12 @@ impl Control {
         if what == header.pack() && count == header.count { Ok(()) } else { Err(describe(what, count)) }
     }
 
-    /// Where the rank's buffers lie in its device memory: input, output.
+    /// The words of a record without inline payload: where the rank's buffers lie in its device memory (input, output),
+    /// the digest of what the header cannot hold (counts of each rank, pairs), and the bits of its scale.
     #[inline]
-    pub(crate) fn words(&self, seq: u64) -> [u64; 2] {
+    pub(crate) fn words(&self, seq: u64) -> [u64; 4] {
         let r = self.record(seq);
-        [0, 1].map(|i| r.words[i].load(Ordering::Relaxed))
+        [0, 1, 2, 3].map(|i| r.words[i].load(Ordering::Relaxed))
     }
 
     /// What the record of `seq` says beside its header.
@@ -524,9 +525,9 @@ mod tests {
         let seen = view(&mine, 1, 2).unwrap();
         assert!(!seen.arrived(1));
         let aside = Aside { dst: 3, src: NO_RANK, digest: 0xDEAD_BEEF };
-        mine.publish(1, &header(), aside, Some([4096, 8192]));
+        mine.publish(1, &header(), aside, Some([4096, 8192, 7, 9]));
         assert!(seen.arrived(1) && !seen.arrived(2));
-        assert_eq!((seen.words(1), seen.aside(1)), ([4096, 8192], aside));
+        assert_eq!((seen.words(1), seen.aside(1)), ([4096, 8192, 7, 9], aside));
         assert_eq!(seen.same_call(1, &header()), Ok(()));
         let other = OpHeader { count: 200, ..header() };
         assert_eq!(seen.same_call(1, &other), Err("all_reduce fp32 sum count 100 algorithm 2".into()));

@@ -127,6 +127,9 @@ pub struct Schedule {
     pub peer_out_bytes: u64,
     /// Whether staging halves are used.
     pub staged: bool,
+    /// Digest of what all ranks must agree on and the header cannot hold (counts of each rank, pairs); 0 for nothing. A
+    /// schedule with one has no inline payload: the record's words hold the digest.
+    pub table: u64,
     /// The steps.
     pub steps: Vec<Step>,
     /// Sources of the reductions.
@@ -665,7 +668,7 @@ impl Endpoint {
             self.counters.copied += s.payload;
         }
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
-        let words = (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0)]);
+        let words = (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, 0]);
         self.control.publish(seq, &s.header, aside, words);
         self.ring_peers();
         for step in &s.steps {
@@ -863,7 +866,12 @@ impl Endpoint {
         let Some(p) = &self.peers[peer] else { return Err(OpError::NotLinked { rank: self.rank, peer }) };
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         if !inline {
-            let [input, output] = p.control.words(seq);
+            let [input, output, table, _] = p.control.words(seq);
+            if table != s.table {
+                let (rank, mine) = (self.rank, s.header.to_string());
+                let theirs = format!("{mine} with other counts or pairs in its lists");
+                return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
+            }
             if s.header.flags & FLAG_PRIVATE == 0 {
                 // A rank without that buffer (a reduce's output off the root) announces any offset; only one that the
                 // steps use must fit.
@@ -973,6 +981,9 @@ impl Schedule {
         }
         if self.slot_len > SLOT_BYTES as u64 || self.payload > self.slot_len || self.payload > self.in_bytes {
             return Err(bad(0, format!("payload {} in a slot of {}", self.payload, self.slot_len)));
+        }
+        if self.table != 0 && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
+            return Err(bad(0, "a record with inline payload has no room for the digest of a table".into()));
         }
         let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];

@@ -207,6 +207,7 @@ impl<'a> Builder<'a> {
             peer_in_bytes,
             peer_out_bytes,
             staged: false,
+            table: 0,
             steps: Vec::new(),
             sources: Vec::new(),
         };

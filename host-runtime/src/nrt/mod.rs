@@ -8,10 +8,12 @@
 //! comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum)?;
 //! ```
 
+mod collectives;
 mod communicator;
 mod runtime;
 mod tensor;
 
-pub use communicator::{CommOptions, Communicator, Peers, Rendezvous};
+pub use collectives::Peers;
+pub use communicator::{CommOptions, Communicator, Rendezvous};
 pub use runtime::{Runtime, RuntimeConfig};
 pub use tensor::{Io, Tensor};
