@@ -77,6 +77,14 @@ pub enum Error {
         /// How long was waited.
         waited: std::time::Duration,
     },
+    /// This process was forked from the one that owns what was used.
+    #[error(
+        "{what} belongs to the process that this one was forked from; use it there, or open a runtime and a communicator of its own after an exec"
+    )]
+    Forked {
+        /// What was used.
+        what: String,
+    },
     /// An operation failed.
     #[error("{0}")]
     Op(#[from] hw_bridge::sequencer::OpError),
@@ -113,11 +121,16 @@ impl Error {
             Error::Busy { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
             Error::Op(
-                OpError::Mismatch { .. } | OpError::Buffer { .. } | OpError::Memory { .. } | OpError::WrongCore { .. },
+                OpError::Mismatch { .. }
+                | OpError::Buffer { .. }
+                | OpError::Memory { .. }
+                | OpError::WrongCore { .. }
+                | OpError::Forked { .. },
             ) => Status::INVALID,
             Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
             Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
             Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
+            Error::Forked { .. } => Status::INVALID,
             Error::Bug(_) => Status::FAILURE,
         }
     }

@@ -75,7 +75,7 @@ pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communic
             return Err(Error::Usage("a communicator of another runtime cannot be moved".into()));
         }
         // Bootstrap connections stay behind, so what still needs them must be done first.
-        comm.connect_all()?;
+        comm.plane().connect_all()?;
     }
     let mut moves = Vec::with_capacity(communicators.len());
     for comm in communicators {
@@ -83,7 +83,7 @@ pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communic
         let handle = instance
             .peek(|s| s.add(CommunicatorObject(comm.core().clone())))
             .map_err(|_| Error::Bug("a fresh instance has no room for one handle".into()))?;
-        let (old, old_handle) = comm.control();
+        let (old, old_handle) = comm.plane().control();
         let state = export(&old, &Resource::new_borrow(old_handle));
         let kept = state.is_some_and(|(schema, state)| import(&instance, &handle, schema, &state));
         if !kept {
@@ -93,7 +93,7 @@ pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communic
     }
     let generation = inner.forward.replace(loaded)?;
     for (comm, (instance, handle)) in communicators.iter().zip(moves) {
-        comm.set_control(instance, handle);
+        comm.plane().set_control(instance, handle);
     }
     tracing::info!(generation, plugin = %path.display(), "library replaced");
     Ok(generation)

@@ -10,14 +10,19 @@
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
+//! | [`flight`] | what a lane did: counters, the last operations |
+//! | [`fork`] | whether this process is a forked child |
 //! | [`peers`] | the control channel of a communicator: arrivals, op headers, deaths, aborts |
 //! | [`proxy`] | the proxy's tick over network operations |
 //! | [`sequencer`] | the step language, and executing it |
 //!
-//! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, and nowhere else.
+//! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter)
+//! and in `fork` (a page the kernel wipes), and nowhere else.
 
 pub mod device;
 pub mod dtype;
+pub mod flight;
+pub mod fork;
 pub mod hbm;
 pub mod limits;
 pub mod links;

@@ -5,10 +5,14 @@
 pub const MAX_LOCAL_RANKS: usize = 64;
 /// Granularity of device memory: a page, so that freed memory can be given back.
 pub const HBM_ALIGN: u64 = 4096;
-/// Arrival records a rank keeps: it may be this many operations ahead of its slowest reader.
-pub const SLOTS: usize = 4;
+/// Sequences of operations of one communicator: one for blocking calls, the others for streams.
+pub const LANES: usize = 5;
+/// Arrival records a rank keeps in a lane: it may be this many operations ahead of its slowest reader.
+pub const SLOTS: usize = 16;
 /// Payload bytes beside an arrival record; the largest message that goes in one hop.
-pub const SLOT_BYTES: usize = 32 * 1024;
+pub const SLOT_BYTES: usize = 8 * 1024;
+/// Operations a lane's flight recorder keeps.
+pub const FLIGHT_RECORDS: usize = 64;
 /// Payload bytes inside the record's own cache line; such a message costs one line transfer.
 pub const INLINE_BYTES: usize = 32;
 /// Bytes of one staging half. Private buffers pass through the communicator's segment in pieces of this size; two

@@ -1,16 +1,20 @@
 //! The control channel of a communicator inside a server: arrivals, op headers, deaths, aborts.
 //!
-//! Every rank owns one *control segment* and maps those of its peers. Only the owner writes its block and its slots;
-//! peers read them, and write nothing but its bell. The channel never passes through a plugin, so it works while a
+//! Every rank owns one *control segment* and maps those of its peers. Only the owner writes its block and its lanes;
+//! peers read them, and write nothing but its bells. The channel never passes through a plugin, so it works while a
 //! plugin hangs.
 //!
 //! ```text
-//! 0        ident | state + reason | progress | bell          (one 4 KiB block, hot words on lines of their own)
-//! 4 KiB    slot 0 | slot 1 | ... SLOTS                       (a 64-byte record, then the payload)
-//! ..       stage in 0 | in 1 | result 0 | result 1           (STAGE_BYTES each, touched by private buffers only)
+//! 0        ident | state + reason                            (one 4 KiB block)
+//! 4 KiB    lane 0 | lane 1 | ... LANES                       (lane 0: blocking calls; the others: streams)
+//!
+//! lane     progress | bell | tally | flight records          (8 KiB, hot words on lines of their own)
+//!          slot 0 | slot 1 | ... SLOTS                       (a 64-byte record, then the payload)
+//!          stage in 0 | in 1 | result 0 | result 1           (STAGE_BYTES each, touched by private buffers only)
 //! ```
 //!
-//! *progress* is `sequence << 16 | step`, only ever rises, and is the one word peers wait on. Step 1 is "arrived", and
+//! A lane is a sequence of operations of its own: operations of different lanes run side by side and never wait for each
+//! other. *progress* is `sequence << 16 | step`, only ever rises, and is the one word peers wait on. Step 1 is "arrived", and
 //! [`STEP_DONE`] is "has read all it wanted of its peers". A *slot* is the arrival record of operation `sequence`, in
 //! slot `sequence % SLOTS`; its tag is written last. A rank reuses a slot only after every linked peer is done with the
 //! operation it held.
@@ -21,17 +25,25 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::dtype::{DataType, ReduceOp};
-use crate::limits::{INLINE_BYTES, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
+use crate::flight::{self, Flight, Tally};
+use crate::limits::{INLINE_BYTES, LANES, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
-use crate::semaphore::{Bell, publish_fence};
+use crate::semaphore::{Bell, Fence, publish_fence};
 
 const MAGIC: u64 = 0x316c_6363_776c_6377;
 const BLOCK_BYTES: usize = 4096;
-const SLOT_STRIDE: usize = SLOT_BYTES + 128;
-const STAGE_AT: usize = (BLOCK_BYTES + SLOTS * SLOT_STRIDE).next_multiple_of(4096);
+/// A record and the first line of its payload share a pair of lines, which processors fetch together.
+const SLOT_STRIDE: usize = (SLOT_BYTES + 64).next_multiple_of(128);
+/// In a lane: where the flight records, the slots and the staging halves begin.
+const FLIGHT_AT: usize = 4096;
+const SLOTS_AT: usize = FLIGHT_AT + flight::RING_BYTES;
+const STAGE_AT: usize = (SLOTS_AT + SLOTS * SLOT_STRIDE).next_multiple_of(4096);
+const LANE_BYTES: usize = STAGE_AT + 4 * STAGE_BYTES;
 /// Bytes of a control segment (address space; pages cost memory when touched).
-pub const CONTROL_BYTES: usize = STAGE_AT + 4 * STAGE_BYTES;
+pub const CONTROL_BYTES: usize = BLOCK_BYTES + LANES * LANE_BYTES;
+/// Name of a control segment's memfd: how `wccl top` finds those of other processes.
+pub const CONTROL_NAME: &str = "wccl-control";
 /// The step of an operation that its rank has finished.
 pub const STEP_DONE: u16 = 0xFFFF;
 /// The step of an operation that its rank has announced.
@@ -142,7 +154,7 @@ impl OpHeader {
         bytes.iter().flatten().fold(digest, |d, b| (d ^ u32::from(*b)).wrapping_mul(16_777_619))
     }
 
-    fn pack(&self) -> u64 {
+    pub(crate) fn pack(&self) -> u64 {
         let redop = self.redop.map_or(0xFF, |r| r as u8);
         u64::from(self.op as u8)
             | (self.dtype as u64 & 0xFF) << 8
@@ -154,7 +166,7 @@ impl OpHeader {
 }
 
 /// A header in words, from the two packed ones of a peer.
-fn describe(packed: u64, count: u64) -> String {
+pub(crate) fn describe(packed: u64, count: u64) -> String {
     let byte = |at: u32| (packed >> at) as u8;
     let op = Op::from_u8(byte(0)).map_or("unknown operation", Op::name);
     let mut s = op.to_string();
@@ -211,10 +223,31 @@ struct Line<T>(T);
 
 #[repr(C)]
 struct Block {
-    ident: Line<[AtomicU64; 4]>,
+    ident: Line<[AtomicU64; 8]>,
     state: Line<StateLine>,
+}
+
+/// Words of `Block::ident`.
+mod ident {
+    pub const MAGIC: usize = 0;
+    /// Rank, and ranks << 32.
+    pub const WHO: usize = 1;
+    /// Whether the owner may skip the publisher's fence ([`crate::semaphore`]).
+    pub const ASYMMETRIC: usize = 2;
+    pub const PID: usize = 3;
+    /// Number of the communicator: the same on all its ranks as far as their libraries number alike.
+    pub const COMM: usize = 4;
+    /// The clock and the counter of cycles at the same moment, for readers of flight records.
+    pub const CLOCK_NS: usize = 5;
+    pub const TICKS: usize = 6;
+}
+
+/// The first page of a lane.
+#[repr(C)]
+struct LaneHead {
     progress: Line<AtomicU64>,
     bell: Line<Bell>,
+    tally: Line<Tally>,
 }
 
 #[repr(C)]
@@ -235,6 +268,7 @@ struct Record {
 }
 
 const _: () = assert!(size_of::<Record>() == 64 && size_of::<Block>() <= BLOCK_BYTES);
+const _: () = assert!(size_of::<LaneHead>() <= FLIGHT_AT && LANE_BYTES % 4096 == 0 && SLOT_STRIDE % 128 == 0);
 
 /// Typed view of a control segment.
 #[derive(Debug)]
@@ -243,22 +277,44 @@ pub struct Control {
     left: AtomicBool,
 }
 
+/// One lane of a control segment.
+#[derive(Debug, Clone, Copy)]
+pub struct LaneView<'a> {
+    base: *mut u8,
+    life: std::marker::PhantomData<&'a Control>,
+}
+
 impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
-        let segment = Arc::new(Segment::create("wccl-control", CONTROL_BYTES as u64)?);
-        // The slots are touched now, so that the first operations take no page fault and memory that is not there
-        // is an error here.
-        segment.commit(0, STAGE_AT as u64)?;
+        let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
         let c = Control { segment, left: AtomicBool::new(false) };
-        let ident = &c.block().ident.0;
-        ident[1].store(u64::from(rank) | u64::from(nranks) << 32, Ordering::Relaxed);
-        ident[0].store(MAGIC, Ordering::Release);
+        c.commit(0)?;
+        let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
+        word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
+        word(ident::ASYMMETRIC, u64::from(crate::semaphore::asymmetric()));
+        word(ident::PID, u64::from(std::process::id()));
+        let (ns, ticks) = flight::now();
+        word(ident::CLOCK_NS, ns);
+        word(ident::TICKS, ticks);
+        c.block().ident.0[ident::MAGIC].store(MAGIC, Ordering::Release);
         Ok(c)
     }
 
     /// Views a peer's, after checking that it is one and whose.
     pub fn of_peer(segment: Segment, rank: u32, nranks: u32) -> Result<Control, SegmentError> {
+        let c = Control::of_anyone(segment)?;
+        let (r, n) = c.who();
+        if (r, n) != (rank, nranks) {
+            return Err(SegmentError::Foreign(format!(
+                "it belongs to rank {r} of {n}, expected rank {rank} of {nranks}"
+            )));
+        }
+        Ok(c)
+    }
+
+    /// Views a control segment of whoever, after checking that it is one: for those who watch.
+    pub fn of_anyone(segment: Segment) -> Result<Control, SegmentError> {
         if segment.len() != CONTROL_BYTES {
             return Err(SegmentError::Foreign(format!(
                 "its control block has {} bytes, {CONTROL_BYTES} expected",
@@ -266,18 +322,46 @@ impl Control {
             )));
         }
         let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true) };
-        let ident = &c.block().ident.0;
-        let (magic, who) = (ident[0].load(Ordering::Acquire), ident[1].load(Ordering::Relaxed));
+        let magic = c.block().ident.0[ident::MAGIC].load(Ordering::Acquire);
         if magic != MAGIC {
             return Err(SegmentError::Foreign(format!("its control block has magic {magic:#x}")));
         }
-        if who != u64::from(rank) | u64::from(nranks) << 32 {
-            let (r, n) = (who as u32, who >> 32);
-            return Err(SegmentError::Foreign(format!(
-                "it belongs to rank {r} of {n}, expected rank {rank} of {nranks}"
-            )));
-        }
         Ok(c)
+    }
+
+    fn ident(&self, at: usize) -> u64 {
+        self.block().ident.0[at].load(Ordering::Relaxed)
+    }
+
+    /// Rank and ranks.
+    pub fn who(&self) -> (u32, u32) {
+        let who = self.ident(ident::WHO);
+        (who as u32, (who >> 32) as u32)
+    }
+
+    /// The owner's process.
+    pub fn pid(&self) -> u32 {
+        self.ident(ident::PID) as u32
+    }
+
+    /// Number of the communicator in its process.
+    pub fn comm(&self) -> u64 {
+        self.ident(ident::COMM)
+    }
+
+    /// Says which communicator of its process this is.
+    pub fn set_comm(&self, id: u64) {
+        self.block().ident.0[ident::COMM].store(id, Ordering::Relaxed);
+    }
+
+    /// A moment in nanoseconds of the monotonic clock and in ticks of flight records.
+    pub fn epoch(&self) -> (u64, u64) {
+        (self.ident(ident::CLOCK_NS), self.ident(ident::TICKS))
+    }
+
+    /// Whether the owner pays for the fence when it goes to sleep, so that publishers need none.
+    pub(crate) fn asymmetric(&self) -> bool {
+        self.ident(ident::ASYMMETRIC) == 1
     }
 
     /// The memory, to be granted to peers.
@@ -291,47 +375,132 @@ impl Control {
         unsafe { &*self.segment.base().cast::<Block>() }
     }
 
-    fn record(&self, seq: u64) -> &Record {
-        let at = BLOCK_BYTES + (seq as usize % SLOTS) * SLOT_STRIDE;
-        // SAFETY: `at` is a multiple of 64 and the record ends before STAGE_AT <= CONTROL_BYTES; atomics only.
-        unsafe { &*self.segment.base().add(at).cast::<Record>() }
+    /// One of the [`LANES`].
+    #[inline]
+    pub fn lane(&self, lane: usize) -> LaneView<'_> {
+        debug_assert!(lane < LANES);
+        let at = BLOCK_BYTES + (lane % LANES) * LANE_BYTES;
+        LaneView { base: self.segment.base().wrapping_add(at), life: std::marker::PhantomData }
+    }
+
+    /// Allocates a lane's head and slots, so that its first operations take no page fault and memory that is not there is
+    /// an error here.
+    pub fn commit(&self, lane: usize) -> Result<(), SegmentError> {
+        let at = if lane == 0 { 0 } else { BLOCK_BYTES + lane * LANE_BYTES };
+        let end = BLOCK_BYTES + lane * LANE_BYTES + STAGE_AT;
+        self.segment.commit(at as u64, (end - at) as u64)
+    }
+
+    /// Allocates a lane's staging pages, before its first private buffer.
+    pub fn commit_stage(&self, lane: usize) -> Result<(), SegmentError> {
+        self.segment.commit((BLOCK_BYTES + lane * LANE_BYTES + STAGE_AT) as u64, 4 * STAGE_BYTES as u64)
+    }
+
+    /// State of the rank and, unless alive, its reason.
+    pub fn state(&self) -> (RankState, String) {
+        let s = &self.block().state.0;
+        let state = match s.state.load(Ordering::Acquire) {
+            0 => return (RankState::Alive, String::new()),
+            1 => RankState::Closed,
+            2 => RankState::Aborted,
+            _ => RankState::Failed,
+        };
+        let len = (s.len.load(Ordering::Relaxed) as usize).min(REASON_BYTES);
+        let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
+        let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        (state, text)
+    }
+
+    /// Whether the rank takes part, without the reason.
+    #[inline]
+    pub fn alive(&self) -> bool {
+        self.block().state.0.state.load(Ordering::Acquire) == RankState::Alive as u32
+    }
+
+    /// Leaves the group, once: the first state that is not alive stays.
+    pub fn leave(&self, state: RankState, reason: &str) {
+        // A forked child has the parent's segment; what it does is not what the rank does.
+        if crate::fork::in_child() {
+            return;
+        }
+        let s = &self.block().state.0;
+        // One leaver writes the reason: an abort may meet a failing operation. The claim is this process's own.
+        if self.left.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let mut len = reason.len().min(REASON_BYTES);
+        while !reason.is_char_boundary(len) {
+            len -= 1;
+        }
+        for (to, b) in s.reason.iter().zip(&reason.as_bytes()[..len]) {
+            to.store(*b, Ordering::Relaxed);
+        }
+        s.len.store(len as u32, Ordering::Relaxed);
+        s.state.store(state as u32, Ordering::Release);
+    }
+}
+
+impl<'a> LaneView<'a> {
+    #[inline]
+    fn head(&self) -> &'a LaneHead {
+        // SAFETY: a lane begins at a page of the segment and has LANE_BYTES there; LaneHead consists of atomics, for which
+        // any bytes are valid; the segment lives as long as the Control that 'a borrows.
+        unsafe { &*self.base.cast::<LaneHead>() }
+    }
+
+    #[inline]
+    fn slot(&self, seq: u64) -> *mut u8 {
+        self.base.wrapping_add(SLOTS_AT + (seq as usize % SLOTS) * SLOT_STRIDE)
+    }
+
+    #[inline]
+    fn record(&self, seq: u64) -> &'a Record {
+        // SAFETY: `slot` is a multiple of 64 and the record ends before STAGE_AT <= LANE_BYTES; atomics only; the life is
+        // as for `head`.
+        unsafe { &*self.slot(seq).cast::<Record>() }
     }
 
     /// Where the payload of operation `seq` lies: in the record's line if it fits, else behind it.
     #[inline]
     pub(crate) fn payload(&self, seq: u64, len: usize) -> *mut u8 {
         debug_assert!(len <= SLOT_BYTES);
-        let at = BLOCK_BYTES + (seq as usize % SLOTS) * SLOT_STRIDE;
-        let behind = if len <= INLINE_BYTES { 64 - INLINE_BYTES } else { 128 };
-        self.segment.base().wrapping_add(at + behind)
+        self.slot(seq).wrapping_add(if len <= INLINE_BYTES { 64 - INLINE_BYTES } else { 64 })
     }
 
     /// Staging area: `result` picks the pair, `half` the piece's parity.
     #[inline]
     pub(crate) fn stage(&self, result: bool, half: usize) -> *mut u8 {
-        self.segment.base().wrapping_add(STAGE_AT + (usize::from(result) * 2 + half % 2) * STAGE_BYTES)
-    }
-
-    /// Allocates the staging pages, before the first private buffer.
-    pub fn commit_stage(&self) -> Result<(), SegmentError> {
-        self.segment.commit(STAGE_AT as u64, 4 * STAGE_BYTES as u64)
+        self.base.wrapping_add(STAGE_AT + (usize::from(result) * 2 + half % 2) * STAGE_BYTES)
     }
 
     /// `sequence << 16 | step` of the rank.
     #[inline]
     pub fn progress(&self) -> u64 {
-        self.block().progress.0.load(Ordering::Acquire)
+        self.head().progress.0.load(Ordering::Acquire)
     }
 
     #[inline]
     pub(crate) fn set_progress(&self, seq: u64, step: u16) {
-        self.block().progress.0.store(seq << 16 | u64::from(step), Ordering::Release);
+        self.head().progress.0.store(seq << 16 | u64::from(step), Ordering::Release);
     }
 
     /// The owner's bell.
     #[inline]
-    pub fn bell(&self) -> &Bell {
-        &self.block().bell.0
+    pub fn bell(&self) -> &'a Bell {
+        &self.head().bell.0
+    }
+
+    /// The owner's counters.
+    #[inline]
+    pub fn tally(&self) -> &'a Tally {
+        &self.head().tally.0
+    }
+
+    /// The owner's flight records.
+    #[inline]
+    pub fn flight(&self) -> &'a Flight {
+        // SAFETY: Flight is RING_BYTES of atomics from a page of the lane on; the life is as for `head`.
+        unsafe { &*self.base.wrapping_add(FLIGHT_AT).cast::<Flight>() }
     }
 
     /// Publishes the arrival record of operation `seq`; the payload must be in place.
@@ -376,45 +545,6 @@ impl Control {
     #[inline]
     pub(crate) fn aside(&self, seq: u64) -> Aside {
         Aside::unpack(self.record(seq).aside.load(Ordering::Relaxed))
-    }
-
-    /// State of the rank and, unless alive, its reason.
-    pub fn state(&self) -> (RankState, String) {
-        let s = &self.block().state.0;
-        let state = match s.state.load(Ordering::Acquire) {
-            0 => return (RankState::Alive, String::new()),
-            1 => RankState::Closed,
-            2 => RankState::Aborted,
-            _ => RankState::Failed,
-        };
-        let len = (s.len.load(Ordering::Relaxed) as usize).min(REASON_BYTES);
-        let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
-        let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        (state, text)
-    }
-
-    /// Whether the rank takes part, without the reason.
-    #[inline]
-    pub fn alive(&self) -> bool {
-        self.block().state.0.state.load(Ordering::Acquire) == RankState::Alive as u32
-    }
-
-    /// Leaves the group, once: the first state that is not alive stays.
-    pub fn leave(&self, state: RankState, reason: &str) {
-        let s = &self.block().state.0;
-        // One leaver writes the reason: an abort may meet a failing operation. The claim is this process's own.
-        if self.left.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        let mut len = reason.len().min(REASON_BYTES);
-        while !reason.is_char_boundary(len) {
-            len -= 1;
-        }
-        for (to, b) in s.reason.iter().zip(&reason.as_bytes()[..len]) {
-            to.store(*b, Ordering::Relaxed);
-        }
-        s.len.store(len as u32, Ordering::Relaxed);
-        s.state.store(state as u32, Ordering::Release);
     }
 
     /// What the rank did last, in words: for messages about ranks that are missing.
@@ -488,8 +618,10 @@ impl Abort {
         // The reason first: whoever sees the flag reads it.
         self.control.leave(RankState::Aborted, reason);
         self.flag.store(true, Ordering::Release);
-        publish_fence();
-        self.control.bell().ring();
+        publish_fence(Fence::Full);
+        for lane in 0..LANES {
+            self.control.lane(lane).bell().ring();
+        }
     }
 
     /// Whether it happened.
@@ -521,8 +653,9 @@ mod tests {
 
     #[test]
     fn a_peer_sees_arrival_header_and_words() {
-        let mine = Control::create(1, 2).unwrap();
-        let seen = view(&mine, 1, 2).unwrap();
+        let owner = Control::create(1, 2).unwrap();
+        let viewer = view(&owner, 1, 2).unwrap();
+        let (mine, seen) = (owner.lane(2), viewer.lane(2));
         assert!(!seen.arrived(1));
         let aside = Aside { dst: 3, src: NO_RANK, digest: 0xDEAD_BEEF };
         mine.publish(1, &header(), aside, Some([4096, 8192, 7, 9]));
@@ -532,6 +665,8 @@ mod tests {
         let other = OpHeader { count: 200, ..header() };
         assert_eq!(seen.same_call(1, &other), Err("all_reduce fp32 sum count 100 algorithm 2".into()));
         assert_eq!(seen.progress(), 1 << 16 | 1);
+        // Lanes have nothing to do with one another.
+        assert!(!viewer.lane(1).arrived(1) && viewer.lane(1).progress() == 0);
     }
 
     #[test]
@@ -555,8 +690,12 @@ mod tests {
     #[test]
     fn a_tiny_payload_lies_in_the_line_of_its_record() {
         let c = Control::create(0, 1).unwrap();
-        let record = std::ptr::from_ref(c.record(5)).cast::<u8>() as usize;
-        assert_eq!(c.payload(5, INLINE_BYTES) as usize, record + 32);
-        assert_eq!(c.payload(5, INLINE_BYTES + 1) as usize, record + 128);
+        let lane = c.lane(LANES - 1);
+        let record = std::ptr::from_ref(lane.record(5)).cast::<u8>() as usize;
+        assert_eq!(lane.payload(5, INLINE_BYTES) as usize, record + 32);
+        assert_eq!(lane.payload(5, INLINE_BYTES + 1) as usize, record + 64);
+        assert_eq!(record % 128, 0);
+        let end = lane.stage(true, 1) as usize + STAGE_BYTES;
+        assert_eq!(end, c.segment.base() as usize + CONTROL_BYTES);
     }
 }

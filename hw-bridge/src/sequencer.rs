@@ -1,6 +1,6 @@
 //! The step language of schedules, and the sequencer that executes them.
 //!
-//! `host-runtime` compiles a collective into a [`Schedule`] for this rank, once; [`Endpoint::run`] executes it as often
+//! `host-runtime` compiles a collective into a [`Schedule`] for this rank, once; [`Lane::run`] executes it as often
 //! as the user calls. In the steady state it allocates nothing, takes no lock, formats nothing and calls no component.
 //!
 //! An operation runs so: wait until the slot may be reused; put a small payload beside the record; publish the record
@@ -8,19 +8,22 @@
 //! come after [`Step::Arrival`] of that peer, which compares the headers and checks the peer's offsets against its
 //! mapping, so no byte moves between calls that do not match and none outside what the peer granted.
 //!
-//! One operation at a time: `run` takes the endpoint by `&mut`. [`crate::peers::Abort`] works from any thread.
+//! One operation at a time in a lane: `run` takes the [`Lane`] by `&mut`. Lanes share the [`Endpoint`] (links, state of the
+//! group) and run side by side, each on its caller's thread. [`crate::peers::Abort`] works from any thread.
 
 use std::marker::PhantomData;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::dtype::ReduceOp;
+use crate::flight::{Counters, State};
 use crate::hbm::{Hbm, HbmBuf};
-use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES};
-use crate::peers::{Abort, Aside, Control, FLAG_PRIVATE, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
+use crate::limits::{INLINE_BYTES, LANES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES};
+use crate::peers::{Abort, Aside, Control, FLAG_PRIVATE, LaneView, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
 use crate::segment::SegmentError;
-use crate::semaphore::{self, WaitPolicy, publish_fence};
+use crate::semaphore::{self, Fence, WaitPolicy, publish_fence};
 
 /// How long a failed rank waits for peers that may still use its buffers.
 const PATIENCE: Duration = Duration::from_millis(500);
@@ -393,7 +396,19 @@ pub enum OpError {
         /// The peer.
         peer: usize,
     },
-    /// Memory for staging is not to be had.
+    /// This process was forked from the one that made the communicator.
+    #[error(
+        "{what} on rank {rank}: this process was forked from pid {parent}, which made the communicator; use it there, or open a runtime and a communicator of its own after an exec"
+    )]
+    Forked {
+        /// This rank.
+        rank: usize,
+        /// The operation.
+        what: String,
+        /// The process that may use it.
+        parent: u32,
+    },
+    /// Memory of a lane or for staging is not to be had.
     #[error("rank {rank} could not stage private memory: {reason}")]
     Stage {
         /// This rank.
@@ -408,58 +423,66 @@ fn absent_list(absent: &[Absent]) -> String {
     each.join("; ")
 }
 
-/// Counters of one endpoint; plain numbers, read between operations.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// Operations completed.
-    pub ops: u64,
-    /// Bytes copied by this rank, payloads included.
-    pub copied: u64,
-    /// Bytes read as sources of reductions by this rank.
-    pub reduced: u64,
-    /// Waits that did not find their condition at once.
-    pub waits: u64,
-}
-
-/// One rank's data plane of one communicator.
+/// One rank's data plane of one communicator: what its lanes share.
 #[derive(Debug)]
 pub struct Endpoint {
     rank: usize,
     nranks: usize,
     control: Arc<Control>,
     hbm: Arc<Hbm>,
-    peers: Vec<Option<Peer>>,
+    peers: Box<[OnceLock<Peer>]>,
+    policy: WaitPolicy,
+    abort: Abort,
+    broken: OnceLock<String>,
+    /// Some rank cannot have our fences executed for us.
+    fenced: AtomicBool,
+    /// Digest of the rings.
+    plan: AtomicU32,
+    /// Lanes that were handed out.
+    taken: [AtomicBool; LANES],
+}
+
+/// What a call passes beside its schedule and buffers.
+#[derive(Debug, Clone, Copy)]
+pub struct CallArgs {
+    /// Whom a send_recv sends to.
+    pub dst: Option<usize>,
+    /// Whom a send_recv receives from.
+    pub src: Option<usize>,
+    /// Bounds each wait, from when this rank has to sleep in it: an operation that moves on does not time out.
+    pub timeout: Duration,
+}
+
+/// A sequence of operations of its own: the state that only the thread inside needs.
+#[derive(Debug)]
+pub struct Lane {
+    endpoint: Arc<Endpoint>,
+    index: usize,
     seq: u64,
     /// Every linked peer is known to be done with this operation.
     drained: u64,
-    policy: WaitPolicy,
-    abort: Abort,
-    broken: Option<String>,
     stage_ready: bool,
     digest: u32,
-    counters: Counters,
 }
 
 impl Endpoint {
     /// The data plane of `rank` of `nranks`, before any link. `nranks` is at most [`MAX_LOCAL_RANKS`].
     pub fn new(rank: usize, nranks: usize, hbm: Arc<Hbm>, policy: WaitPolicy) -> Result<Endpoint, SegmentError> {
+        crate::fork::mark_process();
         let control = Arc::new(Control::create(rank as u32, nranks as u32)?);
         let abort = Abort::new(control.clone());
-        let peers = (0..nranks).map(|_| None).collect();
         Ok(Endpoint {
             rank,
             nranks,
             control,
             hbm,
-            peers,
-            seq: 0,
-            drained: 0,
+            peers: (0..nranks).map(|_| OnceLock::new()).collect(),
             policy,
             abort,
-            broken: None,
-            stage_ready: false,
-            digest: 0,
-            counters: Counters::default(),
+            broken: OnceLock::new(),
+            fenced: AtomicBool::new(!semaphore::asymmetric()),
+            plan: AtomicU32::new(0),
+            taken: Default::default(),
         })
     }
 
@@ -484,15 +507,33 @@ impl Endpoint {
     }
 
     /// Adds a linked peer; the first link to a rank stays.
-    pub fn link(&mut self, peer: Peer) {
-        if let Some(place @ None) = self.peers.get_mut(peer.rank) {
-            *place = Some(peer);
+    pub fn link(&self, peer: Peer) {
+        if !peer.control.asymmetric() {
+            self.fenced.store(true, Ordering::Release);
+        }
+        if let Some(place) = self.peers.get(peer.rank) {
+            // A second link to the same rank is dropped.
+            let _ = place.set(peer);
         }
     }
 
     /// Whether `rank` is linked (a rank is linked to itself).
     pub fn linked(&self, rank: usize) -> bool {
-        rank == self.rank || self.peers.get(rank).is_some_and(Option::is_some)
+        rank == self.rank || self.peer(rank).is_some()
+    }
+
+    #[inline]
+    fn peer(&self, rank: usize) -> Option<&Peer> {
+        self.peers.get(rank).and_then(OnceLock::get)
+    }
+
+    fn linked_peers(&self) -> impl Iterator<Item = &Peer> {
+        self.peers.iter().filter_map(OnceLock::get)
+    }
+
+    /// Control segments of the linked peers, for those who watch.
+    pub fn peer_controls(&self) -> impl Iterator<Item = &Control> {
+        self.linked_peers().map(|p| &p.control)
     }
 
     /// Handle that ends operations from another thread.
@@ -500,9 +541,67 @@ impl Endpoint {
         self.abort.clone()
     }
 
-    /// Counters so far.
+    /// Counters so far, of all lanes.
     pub fn counters(&self) -> Counters {
-        self.counters
+        let lanes = (0..LANES).filter(|l| self.taken[*l].load(Ordering::Acquire));
+        lanes.fold(Counters::default(), |sum, l| sum + self.control.lane(l).tally().read())
+    }
+
+    /// Notes a digest of the rings this rank works with; ranks that were given different ones notice at their first meeting.
+    pub fn set_plan(&self, digest: u32) {
+        self.plan.store(digest, Ordering::Release);
+    }
+
+    /// Hands out one of the [`LANES`], once.
+    ///
+    /// # Errors
+    /// [`OpError::Stage`] if there is no memory for it.
+    pub fn lane(self: &Arc<Endpoint>, index: usize) -> Result<Option<Lane>, OpError> {
+        let Some(taken) = self.taken.get(index) else { return Ok(None) };
+        if taken.swap(true, Ordering::AcqRel) {
+            return Ok(None);
+        }
+        let no_memory = |e: SegmentError| OpError::Stage { rank: self.rank, reason: e.to_string() };
+        self.control.commit(index).map_err(no_memory)?;
+        Ok(Some(Lane { endpoint: self.clone(), index, seq: 0, drained: 0, stage_ready: false, digest: 0 }))
+    }
+
+    /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
+    pub fn fail(&self, why: &str) {
+        self.control.leave(RankState::Failed, why);
+        self.ring_all();
+        self.broken.get_or_init(|| why.to_string());
+    }
+
+    /// Leaves the group in good order; peers that still wait for this rank learn it.
+    pub fn close(&self) {
+        self.control.leave(RankState::Closed, "");
+        self.ring_all();
+    }
+
+    /// Wakes every lane of every peer.
+    fn ring_all(&self) {
+        publish_fence(Fence::Full);
+        for peer in self.linked_peers() {
+            for lane in 0..LANES {
+                peer.control.lane(lane).bell().ring_if_sleeping();
+            }
+        }
+    }
+
+    #[inline]
+    fn ring_lane(&self, lane: usize) {
+        publish_fence(if self.fenced.load(Ordering::Relaxed) { Fence::Full } else { Fence::Light });
+        for peer in self.linked_peers() {
+            peer.control.lane(lane).bell().ring_if_sleeping();
+        }
+    }
+}
+
+impl Lane {
+    /// The data plane it belongs to.
+    pub fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.endpoint
     }
 
     /// Sequence number of the last operation begun.
@@ -510,66 +609,77 @@ impl Endpoint {
         self.seq
     }
 
-    /// Notes a digest of the rings this rank works with; ranks that were given different ones notice at their first meeting.
-    pub fn set_plan(&mut self, digest: u32) {
-        self.digest ^= digest;
+    #[inline]
+    fn mine(&self) -> LaneView<'_> {
+        self.endpoint.control.lane(self.index)
     }
 
-    /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
-    pub fn fail(&mut self, why: &str) {
-        self.control.leave(RankState::Failed, why);
-        self.ring_peers();
-        self.broken.get_or_insert_with(|| why.to_string());
+    #[inline]
+    fn of<'a>(&self, peer: &'a Peer) -> LaneView<'a> {
+        peer.control.lane(self.index)
     }
 
-    /// Leaves the group in good order; peers that still wait for this rank learn it.
-    pub fn close(&self) {
-        self.control.leave(RankState::Closed, "");
-        self.ring_peers();
-    }
-
+    #[inline]
     fn ring_peers(&self) {
-        publish_fence();
-        for peer in self.peers.iter().flatten() {
-            peer.control.bell().ring_if_sleeping();
-        }
+        self.endpoint.ring_lane(self.index);
     }
 
-    /// Executes `schedule` with these buffers. `timeout` bounds each wait, from when this rank has to sleep in it: an
-    /// operation that moves on does not time out. `dst` and `src` are the peers of a send_recv.
+    /// Executes `schedule` with these buffers.
+    ///
+    /// # Errors
+    /// [`OpError`]; but for a call that was refused before it began (buffers, fork), the communicator is broken then.
     pub fn run(
         &mut self,
         schedule: &Sealed,
         input: LocalMem<'_>,
         output: LocalMem<'_>,
-        dst: Option<usize>,
-        src: Option<usize>,
-        timeout: Duration,
+        args: &CallArgs,
     ) -> Result<(), OpError> {
-        if let Some(first) = &self.broken {
-            return Err(OpError::Broken { rank: self.rank, first: first.clone() });
+        let endpoint = &self.endpoint;
+        if let Some(first) = endpoint.broken.get() {
+            return Err(OpError::Broken { rank: endpoint.rank, first: first.clone() });
         }
-        if self.abort.aborted() {
-            let (rank, seq, what) = (self.rank, self.seq + 1, schedule.header.to_string());
-            return Err(OpError::Aborted { rank, seq, what, reason: self.control.state().1 });
+        if endpoint.abort.aborted() {
+            let (rank, seq, what) = (endpoint.rank, self.seq + 1, schedule.header.to_string());
+            return Err(OpError::Aborted { rank, seq, what, reason: endpoint.control.state().1 });
+        }
+        if crate::fork::in_child() {
+            let (rank, what, parent) = (endpoint.rank, schedule.header.to_string(), endpoint.control.pid());
+            return Err(OpError::Forked { rank, what, parent });
         }
         self.check_buffers(schedule, &input, &output)?;
         self.seq += 1;
         let rank16 = |r: Option<usize>| r.map_or(NO_RANK, |r| r as u16);
-        let aside = Aside { dst: rank16(dst), src: rank16(src), digest: self.digest };
-        match self.run_steps(schedule, &input, &output, aside, timeout) {
+        let plan = self.endpoint.plan.load(Ordering::Acquire);
+        let aside = Aside { dst: rank16(args.dst), src: rank16(args.src), digest: self.digest ^ plan };
+        let bytes = schedule.in_bytes.max(schedule.out_bytes);
+        self.mine().flight().begin(self.seq, &schedule.header, bytes);
+        let mut wait = WaitCtx {
+            header: &schedule.header,
+            seq: self.seq,
+            timeout: args.timeout,
+            deadline: None,
+            last_wait: schedule.last_wait,
+            napped: false,
+        };
+        let done = self.run_steps(schedule, &input, &output, aside, &mut wait);
+        let stamp = wait.napped || schedule.slot_len == 0;
+        match done {
             Ok(()) => {
-                self.control.set_progress(self.seq, STEP_DONE);
+                self.mine().set_progress(self.seq, STEP_DONE);
                 self.ring_peers();
                 self.digest = schedule.header.digest(self.digest);
-                self.counters.ops += 1;
+                self.mine().tally().op();
+                self.mine().flight().end(self.seq, State::Done, stamp);
                 Ok(())
             }
             Err(e) => {
+                self.mine().tally().failure();
+                self.mine().flight().end(self.seq, State::Failed, true);
                 // A reason that came from a peer is passed on as it is, so that the first one reaches everybody.
                 match &e {
-                    OpError::Left { reason, .. } if !reason.is_empty() => self.fail(reason),
-                    _ => self.fail(&e.to_string()),
+                    OpError::Left { reason, .. } if !reason.is_empty() => self.endpoint.fail(reason),
+                    _ => self.endpoint.fail(&e.to_string()),
                 }
                 if !schedule.reached.is_empty() || schedule.reaches_me {
                     self.let_peers_finish(&input, &output);
@@ -585,11 +695,11 @@ impl Endpoint {
     fn let_peers_finish(&self, input: &LocalMem<'_>, output: &LocalMem<'_>) {
         let seq = self.seq;
         let inside = |p: &Peer| {
-            let progress = p.control.progress();
+            let progress = self.of(p).progress();
             progress >> 16 == seq && progress as u16 != STEP_DONE && p.control.alive() && !p.dead()
         };
         let until = Instant::now() + PATIENCE;
-        while self.peers.iter().flatten().any(inside) {
+        while self.endpoint.linked_peers().any(inside) {
             if Instant::now() >= until {
                 for buf in [input.buf, output.buf].into_iter().flatten() {
                     buf.keep();
@@ -603,7 +713,7 @@ impl Endpoint {
     fn check_buffers(&mut self, s: &Sealed, input: &LocalMem<'_>, output: &LocalMem<'_>) -> Result<(), OpError> {
         for (which, mem, need) in [("input", input, s.in_bytes), ("output", output, s.out_bytes)] {
             if mem.len < need {
-                let (rank, have, what) = (self.rank, mem.len, s.header.to_string());
+                let (rank, have, what) = (self.endpoint.rank, mem.len, s.header.to_string());
                 return Err(OpError::Buffer { rank, which, have, need, what });
             }
         }
@@ -625,17 +735,17 @@ impl Endpoint {
             ""
         };
         if !why.is_empty() {
-            return Err(OpError::Memory { rank: self.rank, what: s.header.to_string(), why });
+            return Err(OpError::Memory { rank: self.endpoint.rank, what: s.header.to_string(), why });
         }
         for (which, mem) in [("input", input), ("output", output)] {
-            if !mem.arena.is_null() && mem.arena != self.hbm.segment().base() {
-                return Err(OpError::WrongCore { rank: self.rank, which });
+            if !mem.arena.is_null() && mem.arena != self.endpoint.hbm.segment().base() {
+                return Err(OpError::WrongCore { rank: self.endpoint.rank, which });
             }
         }
         if s.staged && !self.stage_ready {
-            if let Err(e) = self.control.commit_stage() {
-                let e = OpError::Stage { rank: self.rank, reason: e.to_string() };
-                self.fail(&e.to_string());
+            if let Err(e) = self.endpoint.control.commit_stage(self.index) {
+                let e = OpError::Stage { rank: self.endpoint.rank, reason: e.to_string() };
+                self.endpoint.fail(&e.to_string());
                 return Err(e);
             }
             self.stage_ready = true;
@@ -649,11 +759,10 @@ impl Endpoint {
         input: &LocalMem<'_>,
         output: &LocalMem<'_>,
         aside: Aside,
-        timeout: Duration,
+        wait: &mut WaitCtx<'_>,
     ) -> Result<(), OpError> {
         let seq = self.seq;
-        let mut wait = WaitCtx { header: &s.header, seq, timeout, deadline: None, last_wait: s.last_wait };
-        self.drain(seq, &mut wait)?;
+        self.drain(seq, wait)?;
         let mut bases = Bases {
             own_in: input.ptr,
             own_out: output.ptr,
@@ -661,23 +770,23 @@ impl Endpoint {
             peer_out: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
         };
         if s.payload > 0 {
-            let dst = self.control.payload(seq, s.slot_len as usize);
+            let dst = self.mine().payload(seq, s.slot_len as usize);
             // SAFETY: the payload is at most SLOT_BYTES (asserted when the schedule was sealed) and lies in our own slot,
             // which `drain` found unused; the input has `in_bytes >= payload` bytes (checked above).
             unsafe { reduce::copy(dst, input.ptr, s.payload as usize) };
-            self.counters.copied += s.payload;
+            self.mine().tally().copied(s.payload);
         }
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         let words = (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, 0]);
-        self.control.publish(seq, &s.header, aside, words);
+        self.mine().publish(seq, &s.header, aside, words);
         self.ring_peers();
         for step in &s.steps {
-            self.step(s, step, &mut bases, &mut wait)?;
+            self.step(s, step, &mut bases, wait)?;
         }
         // What was read from a peer counts only if the peer had not left meanwhile: a failed rank's buffers may go.
-        std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
+        std::sync::atomic::fence(Ordering::Acquire);
         for p in &s.reached {
-            self.still_there(usize::from(*p), &wait)?;
+            self.still_there(usize::from(*p), wait)?;
         }
         Ok(())
     }
@@ -685,8 +794,8 @@ impl Endpoint {
     /// Fails if a peer whose buffers this operation uses has left before it was done with the operation.
     #[inline]
     fn still_there(&self, peer: usize, wait: &WaitCtx<'_>) -> Result<(), OpError> {
-        match &self.peers[peer] {
-            Some(p) if !p.control.alive() && p.control.progress() < wait.seq << 16 | u64::from(STEP_DONE) => {
+        match self.endpoint.peer(peer) {
+            Some(p) if !p.control.alive() && self.of(p).progress() < wait.seq << 16 | u64::from(STEP_DONE) => {
                 Err(self.left(p, wait))
             }
             _ => Ok(()),
@@ -702,7 +811,7 @@ impl Endpoint {
             _ => format!("failed: {reason}"),
         };
         let reason = if state == RankState::Failed { reason } else { String::new() };
-        let (rank, seq, what) = (self.rank, wait.seq, wait.header.to_string());
+        let (rank, seq, what) = (self.endpoint.rank, wait.seq, wait.header.to_string());
         OpError::Left { rank, seq, what, peer: p.rank, pid: p.pid, how, reason }
     }
 
@@ -710,13 +819,13 @@ impl Endpoint {
     fn drain(&mut self, seq: u64, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
         let Some(need) = seq.checked_sub(SLOTS as u64).filter(|n| *n > self.drained) else { return Ok(()) };
         let mut least = u64::MAX;
-        for p in 0..self.nranks {
-            if self.peers[p].is_none() {
+        for p in 0..self.endpoint.nranks {
+            if self.endpoint.peer(p).is_none() {
                 continue;
             }
             self.wait_progress(p, need << 16 | u64::from(STEP_DONE), wait)?;
-            if let Some(peer) = &self.peers[p] {
-                let progress = peer.control.progress();
+            if let Some(peer) = self.endpoint.peer(p) {
+                let progress = self.of(peer).progress();
                 let done =
                     if progress as u16 == STEP_DONE { progress >> 16 } else { (progress >> 16).saturating_sub(1) };
                 least = least.min(done);
@@ -726,61 +835,69 @@ impl Endpoint {
         Ok(())
     }
 
-    fn wait_progress(&mut self, peer: usize, target: u64, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
-        let Some(p) = &self.peers[peer] else {
-            return Err(OpError::NotLinked { rank: self.rank, peer });
+    fn wait_progress(&self, peer: usize, target: u64, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
+        let Some(p) = self.endpoint.peer(peer) else {
+            return Err(OpError::NotLinked { rank: self.endpoint.rank, peer });
         };
-        if p.control.progress() >= target {
+        let theirs = self.of(p);
+        if theirs.progress() >= target {
             return Ok(());
         }
-        self.counters.waits += 1;
+        self.mine().tally().wait();
         wait.deadline = None;
-        let this = &*self;
         semaphore::wait(
-            this.control.bell(),
-            this.policy,
-            || p.control.progress() >= target,
-            || this.check(wait, |q| q.control.progress() < target, peer),
+            self.mine().bell(),
+            self.endpoint.policy,
+            || theirs.progress() >= target,
+            || self.check(wait, |q| q.progress() < target, peer),
         )
     }
 
-    fn wait_arrival(&mut self, peer: usize, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
-        let Some(p) = &self.peers[peer] else {
-            return Err(OpError::NotLinked { rank: self.rank, peer });
+    fn wait_arrival(&self, peer: usize, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
+        let Some(p) = self.endpoint.peer(peer) else {
+            return Err(OpError::NotLinked { rank: self.endpoint.rank, peer });
         };
         let seq = wait.seq;
-        if p.control.arrived(seq) {
+        let theirs = self.of(p);
+        if theirs.arrived(seq) {
             return Ok(());
         }
-        self.counters.waits += 1;
+        self.mine().tally().wait();
         wait.deadline = None;
-        let this = &*self;
         semaphore::wait(
-            this.control.bell(),
-            this.policy,
-            || p.control.arrived(seq),
-            || this.check(wait, |q| !q.control.arrived(seq), peer),
+            self.mine().bell(),
+            self.endpoint.policy,
+            || theirs.arrived(seq),
+            || self.check(wait, |q| !q.arrived(seq), peer),
         )
     }
 
     /// Looks at everything that can end a wait early. `missing` tells which peers the step still lacks.
     #[cold]
-    fn check(&self, wait: &mut WaitCtx<'_>, missing: impl Fn(&Peer) -> bool, waited: usize) -> Result<(), OpError> {
-        let (rank, seq) = (self.rank, wait.seq);
+    fn check(
+        &self,
+        wait: &mut WaitCtx<'_>,
+        missing: impl Fn(LaneView<'_>) -> bool,
+        waited: usize,
+    ) -> Result<(), OpError> {
+        let endpoint = &*self.endpoint;
+        let (rank, seq) = (endpoint.rank, wait.seq);
+        wait.napped = true;
+        self.mine().tally().nap();
         let what = || wait.header.to_string();
-        if self.abort.aborted() {
-            return Err(OpError::Aborted { rank, seq, what: what(), reason: self.control.state().1 });
+        if endpoint.abort.aborted() {
+            return Err(OpError::Aborted { rank, seq, what: what(), reason: endpoint.control.state().1 });
         }
         // A peer that is gone ends the wait if this step lacks it, or a later one will.
         let last = seq << 16 | u64::from(wait.last_wait);
-        let lacking = |p: &Peer| missing(p) || p.control.progress() < last;
-        for p in self.peers.iter().flatten() {
+        let lacking = |p: &Peer| missing(self.of(p)) || self.of(p).progress() < last;
+        for p in endpoint.linked_peers() {
             // The last look is after the state: it may have finished this very operation before it left.
             if lacking(p) && !p.control.alive() && lacking(p) {
                 return Err(self.left(p, wait));
             }
             if lacking(p) && p.dead() && lacking(p) {
-                let last = p.control.last_seen(seq);
+                let last = self.of(p).last_seen(seq);
                 return Err(OpError::Died { rank, seq, what: what(), peer: p.rank, pid: p.pid, last });
             }
         }
@@ -792,8 +909,8 @@ impl Endpoint {
             return Ok(());
         }
         let mut absent: Vec<Absent> = Vec::new();
-        for p in self.peers.iter().flatten().filter(|p| missing(p) || p.rank == waited) {
-            absent.push(Absent { rank: p.rank, pid: p.pid, last: p.control.last_seen(seq) });
+        for p in endpoint.linked_peers().filter(|p| missing(self.of(p)) || p.rank == waited) {
+            absent.push(Absent { rank: p.rank, pid: p.pid, last: self.of(p).last_seen(seq) });
         }
         Err(OpError::Timeout { rank, seq, what: what(), after: wait.timeout, absent })
     }
@@ -808,7 +925,7 @@ impl Endpoint {
             Step::SendsToMe(peer) => self.meant_for_me(s, usize::from(peer), true)?,
             Step::ReceivesFromMe(peer) => self.meant_for_me(s, usize::from(peer), false)?,
             Step::Signal(step) => {
-                self.control.set_progress(wait.seq, step);
+                self.mine().set_progress(wait.seq, step);
                 self.ring_peers();
             }
             Step::Copy { dst, src, len } => {
@@ -817,7 +934,7 @@ impl Endpoint {
                 // sealed, so position + len lies inside in_bytes/out_bytes (checked here against the caller's buffers
                 // and, on arrival, the peer's), the slot or the staging half; no other rank writes `dst` now.
                 unsafe { reduce::copy(dst, src, len as usize) };
-                self.counters.copied += len;
+                self.mine().tally().copied(len);
             }
             Step::Reduce { dst, first, n, count, op } => {
                 let mut sources = [std::ptr::null::<u8>(); MAX_LOCAL_RANKS];
@@ -828,7 +945,7 @@ impl Endpoint {
                 let dst = self.at(s, dst, bases, wait.seq);
                 // SAFETY: as for Copy, for dst and each of the n sources; dst equals a source or overlaps none.
                 unsafe { reduce::reduce(op, s.header.dtype, dst, &sources[..n as usize], count as usize) };
-                self.counters.reduced += u64::from(n) * count * s.header.dtype.size() as u64;
+                self.mine().tally().reduced(u64::from(n) * count * s.header.dtype.size() as u64);
             }
             Step::Average { dst, count, n } => {
                 let dst = self.at(s, dst, bases, wait.seq);
@@ -840,7 +957,7 @@ impl Endpoint {
                 // SAFETY: as for Copy; the two ranges belong to different ranks' buffers, and the pair's other rank
                 // leaves both alone (the lower rank of a pair swaps).
                 unsafe { std::ptr::swap_nonoverlapping(a, b, len as usize) };
-                self.counters.copied += 2 * len;
+                self.mine().tally().copied(2 * len);
             }
         }
         Ok(())
@@ -849,26 +966,29 @@ impl Endpoint {
     #[inline]
     fn arrival(&mut self, s: &Sealed, peer: usize, bases: &mut Bases, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
         self.wait_arrival(peer, wait)?;
-        let Some(p) = &self.peers[peer] else { return Err(OpError::NotLinked { rank: self.rank, peer }) };
+        let Some(p) = self.endpoint.peer(peer) else {
+            return Err(OpError::NotLinked { rank: self.endpoint.rank, peer });
+        };
         let seq = wait.seq;
-        if let Err(theirs) = p.control.same_call(seq, &s.header) {
-            let (rank, mine) = (self.rank, s.header.to_string());
+        if let Err(theirs) = self.of(p).same_call(seq, &s.header) {
+            let (rank, mine) = (self.endpoint.rank, s.header.to_string());
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
-        if p.control.aside(seq).digest != self.digest {
-            let (rank, mine) = (self.rank, s.header.to_string());
+        if self.of(p).aside(seq).digest != self.digest ^ self.endpoint.plan.load(Ordering::Acquire) {
+            let (rank, mine) = (self.endpoint.rank, s.header.to_string());
             let theirs = format!("{mine} after other operations than ours, or on other rings");
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
-        if s.reached.contains(&(peer as u16)) {
-            self.still_there(peer, wait)?;
-        }
-        let Some(p) = &self.peers[peer] else { return Err(OpError::NotLinked { rank: self.rank, peer }) };
+        // A peer that announced this operation and then gave it up, for want of this rank perhaps, does not take part.
+        self.still_there(peer, wait)?;
+        let Some(p) = self.endpoint.peer(peer) else {
+            return Err(OpError::NotLinked { rank: self.endpoint.rank, peer });
+        };
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         if !inline {
-            let [input, output, table, _] = p.control.words(seq);
+            let [input, output, table, _] = self.of(p).words(seq);
             if table != s.table {
-                let (rank, mine) = (self.rank, s.header.to_string());
+                let (rank, mine) = (self.endpoint.rank, s.header.to_string());
                 let theirs = format!("{mine} with other counts or pairs in its lists");
                 return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
             }
@@ -879,7 +999,7 @@ impl Endpoint {
                 if a.is_none() && s.touches(Place::PeerIn(peer as u16))
                     || b.is_none() && s.touches(Place::PeerOut(peer as u16))
                 {
-                    return Err(OpError::BadPeer { rank: self.rank, seq, peer });
+                    return Err(OpError::BadPeer { rank: self.endpoint.rank, seq, peer });
                 }
                 bases.peer_in[peer] = a.unwrap_or(std::ptr::null_mut());
                 bases.peer_out[peer] = b.unwrap_or(std::ptr::null_mut());
@@ -890,16 +1010,16 @@ impl Endpoint {
 
     /// Whether an arrived peer sends to this rank, respectively receives from it.
     fn meant_for_me(&self, s: &Schedule, peer: usize, sends: bool) -> Result<(), OpError> {
-        let aside = self.peers[peer].as_ref().map(|p| p.control.aside(self.seq));
+        let aside = self.endpoint.peer(peer).map(|p| self.of(p).aside(self.seq));
         let whom = aside.map_or(NO_RANK, |a| if sends { a.dst } else { a.src });
-        if usize::from(whom) == self.rank {
+        if usize::from(whom) == self.endpoint.rank {
             return Ok(());
         }
         let (mine, theirs) = if sends { ("from", "to") } else { ("to", "from") };
         let named = if whom == NO_RANK { "nobody".into() } else { format!("rank {whom}") };
         let mine = format!("{} {mine} rank {peer}", s.header);
         let theirs = format!("{} {theirs} {named}", s.header);
-        Err(OpError::Mismatch { rank: self.rank, seq: self.seq, mine, peer, theirs })
+        Err(OpError::Mismatch { rank: self.endpoint.rank, seq: self.seq, mine, peer, theirs })
     }
 
     #[inline]
@@ -909,19 +1029,19 @@ impl Endpoint {
             Place::Out => bases.own_out,
             Place::PeerIn(p) => bases.peer_in[usize::from(p)],
             Place::PeerOut(p) => bases.peer_out[usize::from(p)],
-            Place::Slot(r) => self.control_of(r).payload(seq, s.slot_len as usize),
-            Place::Stage(r, half) => self.control_of(r).stage(false, usize::from(half)),
-            Place::Result(r, half) => self.control_of(r).stage(true, usize::from(half)),
+            Place::Slot(r) => self.lane_of(r).payload(seq, s.slot_len as usize),
+            Place::Stage(r, half) => self.lane_of(r).stage(false, usize::from(half)),
+            Place::Result(r, half) => self.lane_of(r).stage(true, usize::from(half)),
         };
         base.wrapping_add(at.1 as usize)
     }
 
     #[inline]
-    fn control_of(&self, rank: u16) -> &Control {
-        match self.peers.get(usize::from(rank)) {
-            Some(Some(p)) => &p.control,
+    fn lane_of(&self, rank: u16) -> LaneView<'_> {
+        match self.endpoint.peer(usize::from(rank)) {
+            Some(p) => self.of(p),
             // Sealed schedules name a peer's memory only after its Arrival step, which fails for one without a link.
-            _ => &self.control,
+            None => self.mine(),
         }
     }
 }
@@ -938,6 +1058,8 @@ struct WaitCtx<'a> {
     timeout: Duration,
     deadline: Option<Instant>,
     last_wait: u16,
+    /// Some wait of the operation was not over soon.
+    napped: bool,
 }
 
 struct Bases {

@@ -166,13 +166,13 @@ impl links::Host for HostState {
             Ok(p) => p,
             Err(s) => return Ok(Err(s)),
         };
-        if !lock(&comm.endpoint).linked(peer) {
+        if !comm.endpoint.linked(peer) {
             let deadline = self.deadline(deadline_ms);
             let linked = hw_bridge::links::connect(&ipc, self.tenant.id, deadline)
                 .map_err(|e| e.to_string())
                 .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(|e| e.to_string()));
             match linked {
-                Ok(p) => lock(&comm.endpoint).link(p),
+                Ok(p) => comm.endpoint.link(p),
                 Err(why) => {
                     let why = format!("no link from rank {} to rank {peer}: {why}", comm.rank);
                     return Ok(Err(self.fail(Status::FAILURE, why)));

@@ -78,7 +78,7 @@ pub struct CommCore {
     /// Ranks.
     pub nranks: usize,
     /// The data plane.
-    pub endpoint: Mutex<Endpoint>,
+    pub endpoint: Arc<Endpoint>,
     /// The network proxy.
     pub proxy: Mutex<Proxy>,
     /// Host memory with dynamic sizes, by the id that operation lists use.
@@ -92,11 +92,12 @@ pub struct CommCore {
 impl CommCore {
     pub(crate) fn new(id: u64, endpoint: Endpoint, abort: AbortToken, tenant: Arc<Tenant>) -> Arc<CommCore> {
         abort.attach(endpoint.abort_handle());
+        endpoint.control().set_comm(id);
         Arc::new(CommCore {
             id,
             rank: endpoint.rank(),
             nranks: endpoint.nranks(),
-            endpoint: Mutex::new(endpoint),
+            endpoint: Arc::new(endpoint),
             proxy: Mutex::default(),
             dynamic: Mutex::default(),
             abort,
@@ -111,10 +112,7 @@ impl CommCore {
         if let Some(ipc) = grants.get(&peer) {
             return Ok(*ipc);
         }
-        let (control, hbm) = {
-            let endpoint = lock(&self.endpoint);
-            (endpoint.control().segment().clone(), endpoint.hbm().segment().clone())
-        };
+        let (control, hbm) = (self.endpoint.control().segment().clone(), self.endpoint.hbm().segment().clone());
         let grant = Grant { rank: self.rank as u32, tenant: self.tenant.id, control, hbm };
         let ipc = self.tenant.links.grant(grant).map_err(|e| e.to_string())?;
         grants.insert(peer, ipc);

@@ -1,18 +1,22 @@
 //! The collectives of a communicator: checks of a call, its schedule (compiled once, then cached), the run.
+//!
+//! An [`Engine`] does that for one lane, on one thread: the communicator owns the one for blocking calls, each stream its
+//! own. In the steady state (the same call as before) it takes no lock and allocates nothing.
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{LocalMem, OpError, Sealed};
+use hw_bridge::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 
 use super::communicator::{Communicator, bad};
+use super::plane::Plane;
 use super::tensor::{Io, Shape, resolve};
 use crate::enc::{self, Algorithm, Call};
 use crate::error::Error;
 use crate::limits::MAX_SCHEDULES;
-use crate::tenant::lock;
 
 /// Whom send_recv sends to and receives from; `None` for nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,12 +28,21 @@ pub struct Peers {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Schedules {
+struct Schedules {
     last: Option<(Call, Algorithm, Arc<Sealed>)>,
     all: HashMap<(Call, Algorithm), Arc<Sealed>>,
 }
 
-fn call(op: Op, dtype: DataType, count: u64) -> Call {
+/// What executes the calls of one lane.
+#[derive(Debug)]
+pub(super) struct Engine {
+    plane: Arc<Plane>,
+    lane: Lane,
+    rings: Arc<Vec<Vec<usize>>>,
+    schedules: Schedules,
+}
+
+pub(super) fn call(op: Op, dtype: DataType, count: u64) -> Call {
     Call { op, dtype, redop: ReduceOp::Sum, count, root: 0, dst: None, src: None, private: false, in_place: false }
 }
 
@@ -100,8 +113,24 @@ impl Communicator {
         self.collective(Io::Host { src: &[], dst: &mut [] }, call(Op::Barrier, DataType::Uint8, 0))
     }
 
-    fn collective(&mut self, io: Io<'_>, mut call: Call) -> Result<(), Error> {
-        let (rank, n) = (self.core.rank, self.core.nranks);
+    fn collective(&mut self, io: Io<'_>, call: Call) -> Result<(), Error> {
+        self.engine.collective(io, call, self.timeout)
+    }
+}
+
+impl Engine {
+    pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>) -> Engine {
+        Engine { plane, lane, rings, schedules: Schedules::default() }
+    }
+
+    /// The rings changed: schedules made of the old ones go.
+    pub(super) fn set_rings(&mut self, rings: Arc<Vec<Vec<usize>>>) {
+        self.rings = rings;
+        self.schedules = Schedules::default();
+    }
+
+    pub(super) fn collective(&mut self, io: Io<'_>, mut call: Call, timeout: Duration) -> Result<(), Error> {
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         self.check_call(&call)?;
         if n > 1 && self.rings.is_empty() {
             let name = call.op.name();
@@ -128,11 +157,11 @@ impl Communicator {
         call.private = !io.is_device() && call.op != Op::Barrier;
         let (input, output, in_place) = resolve(io, Shape { op: call.op, rank, in_bytes, out_bytes, block })?;
         call.in_place = in_place;
-        self.run(&call, input, output)
+        self.run(&call, input, output, timeout)
     }
 
     fn check_call(&self, call: &Call) -> Result<(), Error> {
-        let (rank, n) = (self.core.rank, self.core.nranks);
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         let name = call.op.name();
         if call.root >= n {
             return Err(bad(format!("{name}: root {} is not one of the {n} ranks", call.root)));
@@ -150,58 +179,52 @@ impl Communicator {
         Ok(())
     }
 
-    fn run(&mut self, call: &Call, input: LocalMem<'_>, output: LocalMem<'_>) -> Result<(), Error> {
-        let n = self.core.nranks;
-        let config = &self.runtime.0.config;
-        let algorithm = enc::choose(call, n, config.algorithm, config.one_hop_max);
-        let schedule = self.schedule(call, algorithm)?;
-        lock(&self.core.endpoint).run(&schedule, input, output, call.dst, call.src, self.timeout)?;
+    fn run(&mut self, call: &Call, input: LocalMem<'_>, output: LocalMem<'_>, timeout: Duration) -> Result<(), Error> {
+        let config = &self.plane.runtime.0.config;
+        let algorithm = enc::choose(call, self.plane.core.nranks, config.algorithm, config.one_hop_max);
+        let again = matches!(&self.schedules.last, Some((c, a, _)) if c == call && *a == algorithm);
+        if !again {
+            let schedule = self.schedule(call, algorithm)?;
+            self.schedules.last = Some((*call, algorithm, schedule));
+        }
+        let Some((_, _, schedule)) = &self.schedules.last else {
+            return Err(Error::Bug("a schedule that was just compiled is not there".into()));
+        };
+        self.lane.run(schedule, input, output, &CallArgs { dst: call.dst, src: call.src, timeout })?;
         Ok(())
     }
 
     /// The schedule of a call: compiled once, then cached. The first one that needs more than ring neighbours makes the
     /// library connect the rest, once (INV-81).
-    fn schedule(&self, call: &Call, algorithm: Algorithm) -> Result<Arc<Sealed>, Error> {
-        let mut cache = lock(&self.schedules);
-        if let Some((c, a, s)) = &cache.last
-            && c == call
-            && *a == algorithm
-        {
-            return Ok(s.clone());
+    fn schedule(&mut self, call: &Call, algorithm: Algorithm) -> Result<Arc<Sealed>, Error> {
+        let core = &self.plane.core;
+        let (rank, n) = (core.rank, core.nranks);
+        let cache = &mut self.schedules;
+        if let Some(found) = cache.all.get(&(*call, algorithm)) {
+            return Ok(found.clone());
         }
-        let (rank, n) = (self.core.rank, self.core.nranks);
-        let found = cache.all.get(&(*call, algorithm)).cloned();
-        let schedule = match found {
-            Some(s) => s,
-            None => {
-                let most = enc::max_private_bytes(call.op, n);
-                if call.private && n > 1 && call.bytes().is_some_and(|b| b > most) {
-                    return Err(bad(format!(
-                        "{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors",
-                        call.op.name()
-                    )));
-                }
-                if algorithm != Algorithm::Ring {
-                    // The others go on to an operation that this rank cannot join: they learn why.
-                    self.connect_all().inspect_err(|e| lock(&self.core.endpoint).fail(&e.to_string()))?;
-                }
-                let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
-                let mut endpoint = lock(&self.core.endpoint);
-                if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
-                    let e = OpError::NotLinked { rank, peer };
-                    endpoint.fail(&e.to_string());
-                    return Err(e.into());
-                }
-                drop(endpoint);
-                if cache.all.len() >= MAX_SCHEDULES {
-                    cache.all.clear();
-                }
-                let s = Arc::new(s);
-                cache.all.insert((*call, algorithm), s.clone());
-                s
-            }
-        };
-        cache.last = Some((*call, algorithm, schedule.clone()));
-        Ok(schedule)
+        let most = enc::max_private_bytes(call.op, n);
+        if call.private && n > 1 && call.bytes().is_some_and(|b| b > most) {
+            return Err(bad(format!(
+                "{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors",
+                call.op.name()
+            )));
+        }
+        if algorithm != Algorithm::Ring {
+            // The others go on to an operation that this rank cannot join: they learn why.
+            self.plane.connect_all().inspect_err(|e| core.endpoint.fail(&e.to_string()))?;
+        }
+        let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
+        if let Some(peer) = enc::needs(&s).find(|p| !core.endpoint.linked(*p)) {
+            let e = OpError::NotLinked { rank, peer };
+            core.endpoint.fail(&e.to_string());
+            return Err(e.into());
+        }
+        if cache.all.len() >= MAX_SCHEDULES {
+            cache.all.clear();
+        }
+        let s = Arc::new(s);
+        cache.all.insert((*call, algorithm), s.clone());
+        Ok(s)
     }
 }

@@ -1,26 +1,25 @@
 //! A communicator: one rank's membership, its control plane (an instance of the library) and its data plane.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-use hw_bridge::sequencer::Counters;
+use hw_bridge::flight::{self, Counters};
+use hw_bridge::limits::LANES;
 use wasmtime::component::Resource;
 
-use super::collectives::Schedules;
+use super::collectives::Engine;
+use super::plane::Plane;
 use super::runtime::Runtime;
+use super::streams::Stream;
 use super::tensor::Tensor;
 use crate::abort::AbortToken;
-use crate::bindings::exports::neuron::nccom::collectives::{
-    CommInfo, EncPattern, HistogramConfig, NetConnectivity, NeuronDeviceInfo,
-};
+use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, EncPattern, HistogramConfig, NeuronDeviceInfo};
 use crate::bindings::neuron::nrt::types::NecPodType;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{CommCore, CommunicatorObject};
 use crate::limits::{ID_BYTES, byte_list};
 use crate::plugin::Instance;
-use crate::tenant::lock;
 
 /// How the ranks of a group find one another.
 #[derive(Debug, Clone)]
@@ -61,26 +60,15 @@ impl CommOptions {
     }
 }
 
-/// The instance that serves this rank's control plane, and its handle of the communicator.
-#[derive(Debug, Clone)]
-struct Control {
-    instance: Arc<Instance>,
-    handle: u32,
-}
-
 /// One rank's communicator. Collectives are called by all ranks in the same order; one at a time.
 #[derive(Debug)]
 pub struct Communicator {
-    pub(super) runtime: Runtime,
-    pub(super) core: Arc<CommCore>,
-    control: RwLock<Control>,
+    plane: Arc<Plane>,
+    pub(super) engine: Engine,
     info: CommInfo,
-    pub(super) rings: Vec<Vec<usize>>,
+    rings: Arc<Vec<Vec<usize>>>,
     logical_core: i32,
     pub(super) timeout: Duration,
-    pub(super) schedules: Mutex<Schedules>,
-    /// Every pair is connected.
-    expanded: AtomicBool,
 }
 
 pub(super) fn bad(what: String) -> Error {
@@ -122,16 +110,17 @@ impl Communicator {
             return Err(bad(format!("the plugin made rank {r} of {m}, rank {rank} of {n} was asked for")));
         }
         let info = forward.get_comm_info(Some(&instance), Resource::new_borrow(handle), true)?;
+        let lane =
+            core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
+        let plane = Arc::new(Plane::new(runtime.clone(), core, instance, handle));
+        let rings = Arc::new(Vec::new());
         let mut made = Communicator {
-            runtime: runtime.clone(),
-            core,
-            control: RwLock::new(Control { instance, handle }),
+            engine: Engine::new(plane.clone(), lane, rings.clone()),
+            plane,
             info,
-            rings: Vec::new(),
+            rings,
             logical_core,
             timeout: o.timeout.unwrap_or(inner.config.timeout),
-            schedules: Mutex::default(),
-            expanded: AtomicBool::new(false),
         };
         if o.graph {
             made.build_graph()?;
@@ -147,13 +136,13 @@ impl Communicator {
     pub fn build_graph(&mut self) -> Result<(), Error> {
         self.entry(|f, i, c| f.build_graph_comm(Some(i), c))?;
         let info = self.query_info()?;
-        let rings = check_rings(&info, self.core.rank, self.core.nranks)?;
+        let rings = Arc::new(check_rings(&info, self.rank(), self.nranks())?);
         if rings != self.rings {
             // Each rank can only check its own view; that all have the same is noticed when they meet.
             let ranks = rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
             let digest = ranks.fold(0x811c_9dc5u32, |d, r| (d ^ r).wrapping_mul(16_777_619));
-            lock(&self.core.endpoint).set_plan(digest);
-            *lock(&self.schedules) = Schedules::default();
+            self.core().endpoint.set_plan(digest);
+            self.engine.set_rings(rings.clone());
             self.rings = rings;
         }
         self.info = info;
@@ -162,12 +151,12 @@ impl Communicator {
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.core.rank
+        self.plane.core.rank
     }
 
     /// Ranks of the group.
     pub fn nranks(&self) -> usize {
-        self.core.nranks
+        self.plane.core.nranks
     }
 
     /// What the library planned: rings, peers, nodes.
@@ -182,7 +171,7 @@ impl Communicator {
 
     /// The runtime it belongs to.
     pub fn runtime(&self) -> &Runtime {
-        &self.runtime
+        &self.plane.runtime
     }
 
     /// The logical core it runs on.
@@ -192,43 +181,81 @@ impl Communicator {
 
     /// The switch that ends it from any thread.
     pub fn abort_token(&self) -> &AbortToken {
-        &self.core.abort
+        &self.plane.core.abort
     }
 
-    /// Counters of the data plane.
+    /// Counters of the data plane, all streams together.
     pub fn counters(&self) -> Counters {
-        lock(&self.core.endpoint).counters()
+        self.core().endpoint.counters()
     }
+
+    /// The last operations, of blocking calls (lane 0) and streams (lanes from 1), the oldest first: the flight recorder.
+    /// Works at any time, also when the communicator is broken.
+    pub fn flight(&self) -> Vec<(usize, flight::Record)> {
+        let control = self.core().endpoint.control();
+        let now = flight::now();
+        let of =
+            |lane: usize| control.lane(lane).flight().read(control.epoch(), now).into_iter().map(move |r| (lane, r));
+        (0..LANES).flat_map(of).collect()
+    }
+
+    /// The flight recorders of the linked peers, read from their memory: what ranks did last that do not answer any more.
+    pub fn peer_flights(&self) -> Vec<(usize, Vec<(usize, flight::Record)>)> {
+        let now = flight::now();
+        let of = |c: &hw_bridge::peers::Control| {
+            let lane = |l: usize| c.lane(l).flight().read(c.epoch(), now).into_iter().map(move |r| (l, r));
+            (c.who().0 as usize, (0..LANES).flat_map(lane).collect())
+        };
+        self.core().endpoint.peer_controls().map(of).collect()
+    }
+
+    /// Deadline of the operations from now on: how long one waits for peers that do not come.
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
+    }
+
+    /// Stream `index` of [`Communicator::STREAMS`]: operations that run in the background, in order among themselves and side
+    /// by side with other streams and with blocking calls. All ranks use the same streams for the same operations. Each can
+    /// be taken once; its thread starts here and inherits this one's affinity.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a stream that does not exist or was taken, or before [`Communicator::build_graph`];
+    /// [`Error::System`] if there can be no further thread, [`Error::Op`] if there is no memory for it.
+    pub fn stream(&self, index: usize) -> Result<Stream, Error> {
+        if self.rings.is_empty() && self.nranks() > 1 {
+            return Err(bad(format!("rank {}: call build_graph on all ranks before taking a stream", self.rank())));
+        }
+        if index >= Self::STREAMS {
+            return Err(bad(format!("stream {index} does not exist; there are {}, from 0", Self::STREAMS)));
+        }
+        let Some(lane) = self.core().endpoint.lane(index + 1)? else {
+            return Err(bad(format!("stream {index} of rank {} was taken before", self.rank())));
+        };
+        Stream::start(index, Engine::new(self.plane.clone(), lane, self.rings.clone()), self.rank(), self.timeout)
+    }
+
+    /// Streams of a communicator.
+    pub const STREAMS: usize = LANES - 1;
 
     /// What stopped the control plane, if anything did. The data plane goes on without it.
     pub fn control_stopped(&self) -> Option<String> {
-        self.read_control().instance.stopped()
+        self.plane.control().0.stopped()
     }
 
     /// The host object.
     pub fn core(&self) -> &Arc<CommCore> {
-        &self.core
+        &self.plane.core
     }
 
-    pub(crate) fn control(&self) -> (Arc<Instance>, u32) {
-        let c = self.read_control();
-        (c.instance, c.handle)
-    }
-
-    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
-        *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control { instance, handle };
-    }
-
-    fn read_control(&self) -> Control {
-        self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
+    pub(crate) fn plane(&self) -> &Arc<Plane> {
+        &self.plane
     }
 
     fn entry<T>(
         &self,
         f: impl FnOnce(&crate::forward::Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        let c = self.read_control();
-        f(&self.runtime.0.forward, &c.instance, Resource::new_borrow(c.handle))
+        self.plane.entry(f)
     }
 
     /// Asks the library again what it planned (slot 5).
@@ -273,7 +300,7 @@ impl Communicator {
     pub fn bootstrap_all_gather(&self, block: &[u8]) -> Result<Vec<u8>, Error> {
         within("neuron-bootstrap-send", block.len() as u64)?;
         let got = self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, block, "runtime"))?;
-        exactly("neuronBootstrapAllGather", got, (block.len() * self.core.nranks) as u64)
+        exactly("neuronBootstrapAllGather", got, (block.len() * self.nranks()) as u64)
     }
 
     /// Binds the calling thread near the communicator's device, or to `mask` (slot 19); answers the mask before.
@@ -315,19 +342,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn expand_connectivity(&self) -> Result<(), Error> {
-        self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))
-    }
-
-    /// Has the library connect what is more than ring neighbours, once (INV-81). The exchange needs every rank, so all decide
-    /// alike: by the size alone, never by what this rank happens to be linked to.
-    pub(crate) fn connect_all(&self) -> Result<(), Error> {
-        // With three ranks everybody is a ring neighbour.
-        if self.core.nranks <= 3 || self.expanded.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        self.expand_connectivity()?;
-        self.expanded.store(true, Ordering::Release);
-        Ok(())
+        self.plane.expand_connectivity()
     }
 
     /// Allocates `bytes` of this core's device memory, zeroed.
@@ -335,20 +350,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Memory`].
     pub fn tensor(&self, bytes: u64) -> Result<Tensor, Error> {
-        let hbm = lock(&self.core.endpoint).hbm().clone();
-        Ok(Tensor(hbm.alloc(bytes)?))
-    }
-}
-
-impl Drop for Communicator {
-    fn drop(&mut self) {
-        // Peers learn at once; the library then gets its free call, and a stopped one is simply gone.
-        lock(&self.core.endpoint).close();
-        if self.control_stopped().is_none()
-            && let Err(e) = self.entry(|f, i, c| f.free_comm(Some(i), c))
-        {
-            tracing::debug!("freeing communicator {}: {e}", self.core.id);
-        }
+        Ok(Tensor(self.core().endpoint.hbm().alloc(bytes)?))
     }
 }
 

@@ -10,10 +10,13 @@
 
 mod collectives;
 mod communicator;
+pub(crate) mod plane;
 mod runtime;
+mod streams;
 mod tensor;
 
 pub use collectives::Peers;
 pub use communicator::{CommOptions, Communicator, Rendezvous};
 pub use runtime::{Runtime, RuntimeConfig};
+pub use streams::{Buffers, Finished, Request, Stream};
 pub use tensor::{Io, Tensor};

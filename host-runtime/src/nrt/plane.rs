@@ -1,0 +1,84 @@
+//! The control plane of a communicator: the instance of the library that plans for this rank, shared by the communicator
+//! and its streams. An instance may be exchanged under them ([`crate::swap`]).
+//!
+//! Dropped with its last user: peers learn at once that the rank has left, then the library gets its free call.
+
+use std::sync::{Arc, Mutex, RwLock};
+
+use wasmtime::component::Resource;
+
+use super::runtime::Runtime;
+use crate::bindings::exports::neuron::nccom::collectives::NetConnectivity;
+use crate::error::Error;
+use crate::forward::Forward;
+use crate::hw::objects::{CommCore, CommunicatorObject};
+use crate::plugin::Instance;
+use crate::tenant::lock;
+
+#[derive(Debug)]
+pub(crate) struct Plane {
+    pub(super) runtime: Runtime,
+    pub(super) core: Arc<CommCore>,
+    /// The instance, and its handle of the communicator.
+    control: RwLock<(Arc<Instance>, u32)>,
+    /// Every pair is connected.
+    expanded: Mutex<bool>,
+}
+
+impl Plane {
+    pub(super) fn new(runtime: Runtime, core: Arc<CommCore>, instance: Arc<Instance>, handle: u32) -> Plane {
+        Plane { runtime, core, control: RwLock::new((instance, handle)), expanded: Mutex::new(false) }
+    }
+
+    pub(crate) fn control(&self) -> (Arc<Instance>, u32) {
+        self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
+    }
+
+    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
+        *self.control.write().unwrap_or_else(|p| p.into_inner()) = (instance, handle);
+    }
+
+    pub(super) fn entry<T>(
+        &self,
+        f: impl FnOnce(&Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        if hw_bridge::fork::in_child() {
+            return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
+        }
+        let (instance, handle) = self.control();
+        f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle))
+    }
+
+    pub(super) fn expand_connectivity(&self) -> Result<(), Error> {
+        self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))
+    }
+
+    /// Has the library connect what is more than ring neighbours, once (INV-81). The exchange needs every rank, so all decide
+    /// alike: by the size alone, never by what this rank happens to be linked to. Whichever stream needs it first does it;
+    /// the others wait.
+    pub(crate) fn connect_all(&self) -> Result<(), Error> {
+        // With three ranks everybody is a ring neighbour.
+        let mut expanded = lock(&self.expanded);
+        if self.core.nranks > 3 && !*expanded {
+            self.expand_connectivity()?;
+            *expanded = true;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Plane {
+    fn drop(&mut self) {
+        if hw_bridge::fork::in_child() {
+            // The parent's threads, locks and sockets are behind these; a child lets them be.
+            std::mem::forget((self.control(), self.core.clone(), self.runtime.clone()));
+            return;
+        }
+        self.core.endpoint.close();
+        if self.control().0.stopped().is_none()
+            && let Err(e) = self.entry(|f, i, c| f.free_comm(Some(i), c))
+        {
+            tracing::debug!("freeing communicator {}: {e}", self.core.id);
+        }
+    }
+}
