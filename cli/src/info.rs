@@ -94,7 +94,9 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     }
     rows.push(("net plugin", config.net_plugin.as_ref().map_or("none".into(), |p| p.display().to_string())));
     rows.push(("algorithm", config.algorithm.map_or("by size".into(), |a| format!("{}, forced", a.name()))));
-    rows.push(("one hop up to", format!("{} bytes of a rank", config.one_hop_max)));
+    let one_hop =
+        config.one_hop_max.map_or("depends on the collective and the group".into(), |b| format!("{b} bytes of a rank"));
+    rows.push(("one hop up to", one_hop));
     rows.push(("deadline of a call", format!("{:?}", config.timeout)));
     head("Collectives plugin", rows);
 

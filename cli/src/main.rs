@@ -4,7 +4,7 @@
 //!
 //! | room | owns |
 //! |---|---|
-//! | `demo`, `bench`, `peer`, `run`, `plugin`, `info` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `demo`, `bench`, `peer`, `run`, `plugin`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
 //! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
 //! | `collective` | names, shapes, buffers and calls of the collectives |
@@ -27,6 +27,7 @@ mod reference;
 mod run;
 mod size;
 mod term;
+mod top;
 mod worker;
 
 use std::io::IsTerminal;
@@ -43,6 +44,7 @@ Examples:
   wccl run -r 4 --tag -- ./my-program ARGS   Start a program once per rank
   wccl plugin inspect target/plugins/nccom.wasm
   wccl plugin check my-plugin.wasm           Would this host load it, and if not why
+  wccl top                                   What the ranks on this machine are doing
   wccl info                                  The modelled server, the plugin, the limits
 
 Exit codes: 0 done, 1 failed, 2 wrongly used.";
@@ -71,6 +73,8 @@ enum Command {
     Plugin(plugin::Command),
     /// The modelled server, the default plugin, limits and granted variables
     Info(info::Args),
+    /// What the ranks on this machine are doing right now
+    Top(top::Args),
     /// One rank of a demo or a bench.
     #[command(name = "__worker", hide = true)]
     Worker(worker::Args),
@@ -122,6 +126,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Run(a) => run::start(&a),
         Command::Plugin(c) => plugin::start(&c),
         Command::Info(a) => info::start(&a),
+        Command::Top(a) => top::start(&a),
         Command::Worker(a) => worker::start(&a),
         Command::Guard => guard::serve(),
     }

@@ -13,6 +13,8 @@ use hw_bridge::links::LinkServer;
 use crate::abort::AbortToken;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
+use hw_bridge::semaphore::WaitMode;
+
 use crate::limits::Limits;
 use crate::net::NetLibrary;
 
@@ -83,6 +85,8 @@ pub struct Tenant {
     pub id: u64,
     /// What its plugins may use.
     pub limits: Limits,
+    /// What its waiting ranks do with their cores.
+    pub wait: WaitMode,
     /// The modelled machine.
     pub device: Arc<DeviceModel>,
     /// Variables granted to plugins.
@@ -136,6 +140,7 @@ impl Tenant {
         name: String,
         id: u64,
         limits: Limits,
+        wait: WaitMode,
         device: Arc<DeviceModel>,
         vars: BTreeMap<String, String>,
         hbm_bytes: u64,
@@ -148,6 +153,7 @@ impl Tenant {
             name,
             id,
             limits,
+            wait,
             device: device.clone(),
             vars,
             counters: Arc::default(),

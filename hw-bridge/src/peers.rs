@@ -240,6 +240,7 @@ mod ident {
     /// The clock and the counter of cycles at the same moment, for readers of flight records.
     pub const CLOCK_NS: usize = 5;
     pub const TICKS: usize = 6;
+    pub const COMPONENT_CALLS: usize = 7;
 }
 
 /// The first page of a lane.
@@ -352,6 +353,16 @@ impl Control {
     /// Says which communicator of its process this is.
     pub fn set_comm(&self, id: u64) {
         self.block().ident.0[ident::COMM].store(id, Ordering::Relaxed);
+    }
+
+    /// Calls of components in the owner's runtime when the communicator last called one: flat while it only moves data.
+    pub fn component_calls(&self) -> u64 {
+        self.ident(ident::COMPONENT_CALLS)
+    }
+
+    /// Notes the number of component calls.
+    pub fn set_component_calls(&self, calls: u64) {
+        self.block().ident.0[ident::COMPONENT_CALLS].store(calls, Ordering::Relaxed);
     }
 
     /// A moment in nanoseconds of the monotonic clock and in ticks of flight records.

@@ -72,6 +72,13 @@ impl Segment {
         Self::map(fd, len)
     }
 
+    /// Maps another process's segment to look at it, without being able to write.
+    pub fn watch(fd: OwnedFd) -> Result<Segment, SegmentError> {
+        let len = rustix::fs::fstat(&fd).map_err(|e| sys("inspection", 0, e))?.st_size as u64;
+        let map = MmapOptions::new().map_raw_read_only(&fd).map_err(|e| sys("mapping", len, e))?;
+        Ok(Segment { fd, map })
+    }
+
     fn map(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
         let size = usize::try_from(len).map_err(|_| sys("mapping", len, std::io::ErrorKind::InvalidInput))?;
         let map = MmapOptions::new().len(size).map_raw(&fd).map_err(|e| sys("mapping", len, e))?;

@@ -96,7 +96,40 @@ pub struct WaitPolicy {
     pub yields: u32,
 }
 
+/// What a waiting rank does with its core.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WaitMode {
+    /// Spins with a core for each rank, gives the core away soon with fewer; sleeps after some milliseconds at most.
+    #[default]
+    Auto,
+    /// Spins for long, whoever else wants the core: for cores that nobody else uses.
+    Latency,
+    /// Sleeps at once: for machines with other work, and jobs whose ranks wait long.
+    Cpu,
+}
+
+impl std::str::FromStr for WaitMode {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "auto" => Ok(WaitMode::Auto),
+            "latency" => Ok(WaitMode::Latency),
+            "cpu" => Ok(WaitMode::Cpu),
+            _ => Err(format!("unknown way to wait `{s}`; known are auto, latency, cpu")),
+        }
+    }
+}
+
 impl WaitPolicy {
+    /// The policy of a mode for `ranks` ranks on this machine that share `cpus` cores.
+    pub fn of(mode: WaitMode, ranks: usize, cpus: usize) -> WaitPolicy {
+        match mode {
+            WaitMode::Auto => WaitPolicy::for_ranks(ranks, cpus),
+            WaitMode::Latency => WaitPolicy { spins: 20_000_000, yields: 1000 },
+            WaitMode::Cpu => WaitPolicy { spins: 0, yields: 0 },
+        }
+    }
+
     /// For `ranks` ranks on this machine that share `cpus` cores: with a core for each, spinning is cheapest; with
     /// fewer, the peer we wait for may need the core we would spin on.
     pub fn for_ranks(ranks: usize, cpus: usize) -> WaitPolicy {

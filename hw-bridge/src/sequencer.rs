@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use crate::dtype::ReduceOp;
 use crate::flight::{Counters, State};
 use crate::hbm::{Hbm, HbmBuf};
-use crate::limits::{INLINE_BYTES, LANES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES};
+use crate::limits::{INLINE_BYTES, LANES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES, STREAM_BYTES};
 use crate::peers::{Abort, Aside, Control, FLAG_PRIVATE, LaneView, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
 use crate::segment::SegmentError;
@@ -933,7 +933,12 @@ impl Lane {
                 // SAFETY: `at` gives pointers into memory that is mapped for the whole operation; the schedule was
                 // sealed, so position + len lies inside in_bytes/out_bytes (checked here against the caller's buffers
                 // and, on arrival, the peer's), the slot or the staging half; no other rank writes `dst` now.
-                unsafe { reduce::copy(dst, src, len as usize) };
+                unsafe {
+                    match s.streaming {
+                        true => reduce::copy_nt(dst, src, len as usize),
+                        false => reduce::copy(dst, src, len as usize),
+                    }
+                };
                 self.mine().tally().copied(len);
             }
             Step::Reduce { dst, first, n, count, op } => {
@@ -1190,7 +1195,8 @@ impl Schedule {
         let reached: Vec<u16> = reached.collect();
         // Peers reach this rank's buffers in every schedule whose records carry offsets of device memory.
         let reaches_me = self.header.flags & FLAG_PRIVATE == 0 && self.slot_len == 0;
-        Ok(Sealed { schedule: self, reached, reaches_me, last_wait })
+        let streaming = reaches_me && self.header.redop.is_none() && self.in_bytes.max(self.out_bytes) >= STREAM_BYTES;
+        Ok(Sealed { schedule: self, reached, reaches_me, last_wait, streaming })
     }
 }
 
@@ -1204,6 +1210,8 @@ pub struct Sealed {
     reaches_me: bool,
     /// Highest step waited for.
     last_wait: u16,
+    /// Whether copies go past the caches: nothing that a large move writes is read again by it.
+    streaming: bool,
 }
 
 impl std::ops::Deref for Sealed {

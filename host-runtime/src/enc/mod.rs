@@ -108,10 +108,27 @@ impl Call {
     }
 }
 
-/// Which algorithm, if the user forces none. `one_hop_max` is the largest message (bytes of a rank's contribution)
-/// that goes in one hop.
-pub fn choose(call: &Call, n: usize, forced: Option<Algorithm>, one_hop_max: u64) -> Algorithm {
-    let small = call.slot_bytes(n).is_some_and(|b| b <= one_hop_max.min(SLOT_BYTES as u64));
+/// Largest contribution of a rank, in bytes, that goes in one hop if the user sets no limit. Measured on two cores: what the
+/// second meeting of the mesh costs is soon less than what slots cost, in each of which data comes over from another core's
+/// cache. Only a function of what all ranks know.
+fn one_hop_limit(call: &Call, n: usize) -> u64 {
+    let one_way = matches!(call.op, Op::Broadcast | Op::Reduce | Op::SendRecv);
+    match (call.private, one_way, n) {
+        // The alternative copies twice as well.
+        (true, _, _) => SLOT_BYTES as u64,
+        (false, _, ..=2) if call.op == Op::Broadcast => 2048,
+        (false, _, ..=2) => 256,
+        // Nobody waits for anybody, which counts most where ranks share cores.
+        (false, true, _) => SLOT_BYTES as u64,
+        (false, false, _) => 2048,
+    }
+}
+
+/// Which algorithm, if the user forces none. `one_hop_max` is the largest contribution of a rank, in bytes, that goes in one
+/// hop, if the user sets one.
+pub fn choose(call: &Call, n: usize, forced: Option<Algorithm>, one_hop_max: Option<u64>) -> Algorithm {
+    let most = one_hop_max.unwrap_or_else(|| one_hop_limit(call, n)).min(SLOT_BYTES as u64);
+    let small = call.slot_bytes(n).is_some_and(|b| b <= most);
     if call.op == Op::Barrier || call.count == 0 {
         return Algorithm::OneHop;
     }

@@ -11,6 +11,8 @@ use hw_bridge::sequencer::{At, Place, Step};
 use super::Builder;
 
 const STAGE: u64 = STAGE_BYTES as u64;
+/// A piece where more than two ranks reduce parts of it: half as much keeps what all of them touch closer.
+const MANY: u64 = STAGE / 2;
 /// First step number after "arrived".
 const FIRST: u64 = 2;
 
@@ -20,7 +22,8 @@ pub fn max_private_bytes(op: Op, n: usize) -> u64 {
     match op {
         // A lane of whole elements is at least this long whatever their size.
         Op::ReduceScatter | Op::AllToAll => pieces * (STAGE / n as u64 / 8 * 8),
-        _ => pieces * (STAGE - 8),
+        // An all_reduce makes two steps a piece.
+        _ => pieces * (MANY - 8),
     }
 }
 
@@ -77,32 +80,34 @@ fn all_reduce_of_two(b: &mut Builder<'_>) {
     last_reads(b, FIRST + b.bytes.div_ceil(STAGE / size * size));
 }
 
-/// Each rank reduces its part of a piece; the parts are then copied out. While the parts of piece k are reduced, piece
-/// k+1 is already staged.
+/// Each rank reduces its part of a piece, straight from its own input and from what the others staged of it, and stages the
+/// result for them. While the parts of piece k are reduced, piece k+1 is already staged.
 fn all_reduce(b: &mut Builder<'_>) {
     let (rank, n, size) = (b.rank, b.n, b.size);
-    let all: Vec<(u64, u64, u64)> = pieces(b.bytes, STAGE, size).collect();
+    let all: Vec<(u64, u64, u64)> = pieces(b.bytes, MANY, size).collect();
     let mut step = FIRST;
     let mut staged_at = Vec::with_capacity(all.len());
     let stage_in = |b: &mut Builder<'_>, (k, off, len): (u64, u64, u64), step: &mut u64| {
-        b.copy(stage(rank, k, 0), At(Place::In, off), len);
+        // All but this rank's own part, which nobody else reads: what lies before it and what lies behind.
+        let (part, at) = Builder::part(len / size, n, rank);
+        let (before, behind) = (at * size, (at + part) * size);
+        b.copy(stage(rank, k, 0), At(Place::In, off), before);
+        b.copy(stage(rank, k, behind), At(Place::In, off + behind), len - behind);
         b.push(Step::Signal(*step as u16));
         *step += 1;
         *step - 1
     };
     let copy_out = |b: &mut Builder<'_>, (k, off, len): (u64, u64, u64), reduced: u64| {
-        for p in 0..n {
+        for p in b.others() {
             let (part, at) = Builder::part(len / size, n, p);
-            if p != rank {
-                b.push(Step::Wait { peer: p as u16, step: reduced as u16 });
-            }
+            b.push(Step::Wait { peer: p as u16, step: reduced as u16 });
             b.copy(At(Place::Out, off + at * size), result(p, k, at * size), part * size);
         }
     };
     let mut reduced_at = 0;
     staged_at.extend(all.first().map(|piece| stage_in(b, *piece, &mut step)));
     for (i, piece) in all.iter().enumerate() {
-        let (k, _, len) = *piece;
+        let (k, off, len) = *piece;
         if i > 0 {
             copy_out(b, all[i - 1], reduced_at);
         }
@@ -114,7 +119,10 @@ fn all_reduce(b: &mut Builder<'_>) {
         }
         b.wait_all(staged_at[i] as u16);
         let (part, at) = Builder::part(len / size, n, rank);
-        b.reduce(result(rank, k, at * size), (0..n).map(|p| stage(p, k, at * size)), part, b.call.redop);
+        let at = at * size;
+        let sources = (0..n).map(|p| if p == rank { At(Place::In, off + at) } else { stage(p, k, at) });
+        b.reduce(At(Place::Out, off + at), sources, part, b.call.redop);
+        b.copy(result(rank, k, at), At(Place::Out, off + at), part * size);
         b.push(Step::Signal(step as u16));
         reduced_at = step;
         step += 1;

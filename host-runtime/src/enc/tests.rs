@@ -29,7 +29,7 @@ fn every_schedule_seals() {
                 for (private, in_place) in [(false, false), (false, true), (true, false), (true, true)] {
                     for c in calls(rank, n, count, private, in_place) {
                         for forced in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged] {
-                            let algorithm = choose(&c, n, Some(forced), 8192);
+                            let algorithm = choose(&c, n, Some(forced), Some(8192));
                             compile(&c, rank, n, algorithm, &rings(n))
                                 .unwrap_or_else(|e| panic!("{c:?} {algorithm:?}: {e}"));
                         }
@@ -46,7 +46,7 @@ fn the_choice_depends_on_what_all_ranks_know() {
         for count in [0, 1, 2000, 1 << 20] {
             for private in [false, true] {
                 let one = |rank: usize| -> Vec<Algorithm> {
-                    calls(rank, n, count, private, false).iter().map(|c| choose(c, n, None, 8192)).collect()
+                    calls(rank, n, count, private, false).iter().map(|c| choose(c, n, None, Some(8192))).collect()
                 };
                 assert!((1..n).all(|rank| one(rank) == one(0)));
             }
@@ -57,9 +57,9 @@ fn the_choice_depends_on_what_all_ranks_know() {
 #[test]
 fn a_forced_algorithm_that_does_not_serve_is_not_taken() {
     let big = call(Op::AllToAll, 1 << 20, false, false);
-    assert_eq!(choose(&big, 4, Some(Algorithm::Ring), 8192), Algorithm::Mesh);
-    assert_eq!(choose(&big, 4, Some(Algorithm::OneHop), 8192), Algorithm::Mesh);
-    assert_eq!(choose(&Call { private: true, ..big }, 4, Some(Algorithm::Mesh), 8192), Algorithm::Staged);
+    assert_eq!(choose(&big, 4, Some(Algorithm::Ring), Some(8192)), Algorithm::Mesh);
+    assert_eq!(choose(&big, 4, Some(Algorithm::OneHop), Some(8192)), Algorithm::Mesh);
+    assert_eq!(choose(&Call { private: true, ..big }, 4, Some(Algorithm::Mesh), Some(8192)), Algorithm::Staged);
 }
 
 #[test]

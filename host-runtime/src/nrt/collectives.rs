@@ -190,8 +190,14 @@ impl Engine {
         let Some((_, _, schedule)) = &self.schedules.last else {
             return Err(Error::Bug("a schedule that was just compiled is not there".into()));
         };
-        self.lane.run(schedule, input, output, &CallArgs { dst: call.dst, src: call.src, timeout })?;
-        Ok(())
+        let args = CallArgs { dst: call.dst, src: call.src, timeout };
+        match self.lane.run(schedule, input, output, &args) {
+            Ok(()) => Ok(()),
+            Err(e) => {
+                self.plane.dump_once(&e);
+                Err(e.into())
+            }
+        }
     }
 
     /// The schedule of a call: compiled once, then cached. The first one that needs more than ring neighbours makes the

@@ -8,6 +8,7 @@ use hw_bridge::limits::LANES;
 use wasmtime::component::Resource;
 
 use super::collectives::Engine;
+use super::dump;
 use super::plane::Plane;
 use super::runtime::Runtime;
 use super::streams::Stream;
@@ -192,21 +193,12 @@ impl Communicator {
     /// The last operations, of blocking calls (lane 0) and streams (lanes from 1), the oldest first: the flight recorder.
     /// Works at any time, also when the communicator is broken.
     pub fn flight(&self) -> Vec<(usize, flight::Record)> {
-        let control = self.core().endpoint.control();
-        let now = flight::now();
-        let of =
-            |lane: usize| control.lane(lane).flight().read(control.epoch(), now).into_iter().map(move |r| (lane, r));
-        (0..LANES).flat_map(of).collect()
+        dump::records(self.core().endpoint.control())
     }
 
     /// The flight recorders of the linked peers, read from their memory: what ranks did last that do not answer any more.
     pub fn peer_flights(&self) -> Vec<(usize, Vec<(usize, flight::Record)>)> {
-        let now = flight::now();
-        let of = |c: &hw_bridge::peers::Control| {
-            let lane = |l: usize| c.lane(l).flight().read(c.epoch(), now).into_iter().map(move |r| (l, r));
-            (c.who().0 as usize, (0..LANES).flat_map(lane).collect())
-        };
-        self.core().endpoint.peer_controls().map(of).collect()
+        self.core().endpoint.peer_controls().map(|c| (c.who().0 as usize, dump::records(c))).collect()
     }
 
     /// Deadline of the operations from now on: how long one waits for peers that do not come.

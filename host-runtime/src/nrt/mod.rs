@@ -10,6 +10,7 @@
 
 mod collectives;
 mod communicator;
+mod dump;
 pub(crate) mod plane;
 mod runtime;
 mod streams;

@@ -3,10 +3,13 @@
 //!
 //! Dropped with its last user: peers learn at once that the rank has left, then the library gets its free call.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
+use hw_bridge::sequencer::OpError;
 use wasmtime::component::Resource;
 
+use super::dump;
 use super::runtime::Runtime;
 use crate::bindings::exports::neuron::nccom::collectives::NetConnectivity;
 use crate::error::Error;
@@ -23,11 +26,19 @@ pub(crate) struct Plane {
     control: RwLock<(Arc<Instance>, u32)>,
     /// Every pair is connected.
     expanded: Mutex<bool>,
+    /// The flight records of the first failure were written.
+    dumped: AtomicBool,
 }
 
 impl Plane {
     pub(super) fn new(runtime: Runtime, core: Arc<CommCore>, instance: Arc<Instance>, handle: u32) -> Plane {
-        Plane { runtime, core, control: RwLock::new((instance, handle)), expanded: Mutex::new(false) }
+        Plane {
+            runtime,
+            core,
+            control: RwLock::new((instance, handle)),
+            expanded: Mutex::new(false),
+            dumped: AtomicBool::new(false),
+        }
     }
 
     pub(crate) fn control(&self) -> (Arc<Instance>, u32) {
@@ -46,7 +57,21 @@ impl Plane {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
         let (instance, handle) = self.control();
-        f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle))
+        let answer = f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle));
+        self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
+        answer
+    }
+
+    /// Leaves the flight records of the first failure that broke the communicator where the user wants them.
+    #[cold]
+    pub(super) fn dump_once(&self, error: &OpError) {
+        let refused = matches!(
+            error,
+            OpError::Buffer { .. } | OpError::Memory { .. } | OpError::WrongCore { .. } | OpError::Forked { .. }
+        );
+        if !refused && !self.dumped.swap(true, Ordering::AcqRel) {
+            dump::write(&self.core, self.runtime.0.config.flight_dir.as_deref(), error);
+        }
     }
 
     pub(super) fn expand_connectivity(&self) -> Result<(), Error> {

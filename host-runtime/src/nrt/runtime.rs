@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hw_bridge::device::{DeviceConfig, DeviceModel};
+use hw_bridge::semaphore::WaitMode;
 
 use super::communicator::{CommOptions, Communicator};
 use crate::enc::Algorithm;
@@ -35,14 +36,18 @@ pub struct RuntimeConfig {
     pub limits: Limits,
     /// Device memory of a core, bytes of address space.
     pub hbm_bytes: u64,
+    /// What a rank does with its core while it waits.
+    pub wait: WaitMode,
+    /// Directory in which a failing communicator leaves its flight records; `None` writes none.
+    pub flight_dir: Option<PathBuf>,
     /// Deadline of an operation: how long a rank waits for its peers.
     pub timeout: Duration,
     /// Ranks of one virtual server; 0 for whole servers. Must divide the world size.
     pub virtual_server_size: u32,
     /// Algorithm to use wherever it serves.
     pub algorithm: Option<Algorithm>,
-    /// Largest contribution of a rank, in bytes, that goes in one hop.
-    pub one_hop_max: u64,
+    /// Largest contribution of a rank, in bytes, that goes in one hop; `None` leaves it to the size of the group.
+    pub one_hop_max: Option<u64>,
     /// Callbacks this host does not serve; for conformance tests of INV-08.
     pub without_callbacks: Vec<String>,
 }
@@ -58,10 +63,12 @@ impl Default for RuntimeConfig {
             tenant_id: 0,
             limits: Limits::default(),
             hbm_bytes: 12 << 30,
+            wait: WaitMode::default(),
+            flight_dir: None,
             timeout: Duration::from_secs(120),
             virtual_server_size: 0,
             algorithm: None,
-            one_hop_max: 8 * 1024,
+            one_hop_max: None,
             without_callbacks: Vec::new(),
         }
     }
@@ -114,11 +121,15 @@ impl RuntimeConfig {
         if let Some(ms) = number("WCCL_TIMEOUT_MS")? {
             c.timeout = Duration::from_millis(ms);
         }
+        if let Some(mode) = var("WCCL_WAIT") {
+            c.wait = mode.parse().map_err(|e| Error::Config(format!("WCCL_WAIT: {e}")))?;
+        }
+        c.flight_dir = var("WCCL_FLIGHT_DIR").map(Into::into);
         if let Some(name) = var("WCCL_ALGO") {
             c.algorithm = Some(name.parse().map_err(|e| Error::Config(format!("WCCL_ALGO: {e}")))?);
         }
         if let Some(bytes) = number("WCCL_ONE_HOP_MAX")? {
-            c.one_hop_max = bytes;
+            c.one_hop_max = Some(bytes);
         }
         if let Some(bytes) = number("WCCL_HBM_BYTES")? {
             c.hbm_bytes = bytes;
@@ -175,6 +186,7 @@ impl Runtime {
             config.tenant.clone(),
             config.tenant_id,
             limits,
+            config.wait,
             device,
             config.vars.clone(),
             config.hbm_bytes,

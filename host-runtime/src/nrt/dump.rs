@@ -1,0 +1,54 @@
+//! Flight records for people: read from control segments, written where the user asked for them when a communicator fails.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use hw_bridge::flight::{self, Record};
+use hw_bridge::limits::LANES;
+use hw_bridge::peers::Control;
+use hw_bridge::sequencer::OpError;
+
+use crate::hw::objects::CommCore;
+
+/// The last operations of a rank with their lanes, each lane's oldest first.
+pub(super) fn records(control: &Control) -> Vec<(usize, Record)> {
+    let now = flight::now();
+    let of = |lane: usize| control.lane(lane).flight().read(control.epoch(), now).into_iter().map(move |r| (lane, r));
+    (0..LANES).flat_map(of).collect()
+}
+
+fn section(text: &mut String, control: &Control) {
+    let (rank, n) = control.who();
+    let (state, reason) = control.state();
+    // Writing into a string cannot fail.
+    let _ = writeln!(text, "rank {rank} of {n}, pid {}: {state:?} {reason}", control.pid());
+    for (lane, r) in records(control) {
+        let at = r.start_ns as f64 / 1e9;
+        let _ = match lane {
+            0 => writeln!(text, "  {at:.6} {r}"),
+            _ => writeln!(text, "  {at:.6} stream {} {r}", lane - 1),
+        };
+    }
+}
+
+/// Writes what this rank and its linked peers did last to a file in `dir`, and says so in the log.
+pub(super) fn write(core: &CommCore, dir: Option<&Path>, error: &OpError) {
+    let Some(dir) = dir else {
+        tracing::info!(
+            comm = core.id,
+            rank = core.rank,
+            "set WCCL_FLIGHT_DIR to have the last operations written to a file"
+        );
+        return;
+    };
+    let mut text = format!("{error}\n\nTimes are seconds of the monotonic clock.\n\n");
+    section(&mut text, core.endpoint.control());
+    core.endpoint.peer_controls().for_each(|c| section(&mut text, c));
+    let file = dir.join(format!("wccl-flight-{}-{}-{}.txt", core.id, core.rank, std::process::id()));
+    match std::fs::write(&file, text) {
+        Ok(()) => tracing::warn!("the last operations of rank {} and its peers are in {}", core.rank, file.display()),
+        Err(e) => {
+            tracing::warn!("the flight records of rank {} could not be written to {}: {e}", core.rank, file.display())
+        }
+    }
+}
