@@ -115,7 +115,8 @@ pub struct Schedule {
     pub header: OpHeader,
     /// Bytes of the input that travel beside the record (at most [`SLOT_BYTES`]); 0 for none.
     pub payload: u64,
-    /// Bytes the payload has on any rank; decides where it lies.
+    /// Bytes the payload has on any rank; decides where it lies. More than [`INLINE_BYTES`] in a pre-scaled sum, whose
+    /// scale is in the record.
     pub slot_len: u64,
     /// Bytes of this rank's input.
     pub in_bytes: u64,
@@ -536,7 +537,8 @@ impl Endpoint {
     }
 
     /// Executes `schedule` with these buffers. `timeout` bounds each wait, from when this rank has to sleep in it: an
-    /// operation that moves on does not time out. `dst` and `src` are the peers of a send_recv.
+    /// operation that moves on does not time out. `dst` and `src` are the peers of a send_recv; `scale` is this rank's of
+    /// a pre-scaled sum, and matters to nothing else.
     pub fn run(
         &mut self,
         schedule: &Sealed,
@@ -544,6 +546,7 @@ impl Endpoint {
         output: LocalMem<'_>,
         dst: Option<usize>,
         src: Option<usize>,
+        scale: f32,
         timeout: Duration,
     ) -> Result<(), OpError> {
         if let Some(first) = &self.broken {
@@ -557,7 +560,7 @@ impl Endpoint {
         self.seq += 1;
         let rank16 = |r: Option<usize>| r.map_or(NO_RANK, |r| r as u16);
         let aside = Aside { dst: rank16(dst), src: rank16(src), digest: self.digest };
-        match self.run_steps(schedule, &input, &output, aside, timeout) {
+        match self.run_steps(schedule, &input, &output, aside, scale, timeout) {
             Ok(()) => {
                 self.control.set_progress(self.seq, STEP_DONE);
                 self.ring_peers();
@@ -649,6 +652,7 @@ impl Endpoint {
         input: &LocalMem<'_>,
         output: &LocalMem<'_>,
         aside: Aside,
+        scale: f32,
         timeout: Duration,
     ) -> Result<(), OpError> {
         let seq = self.seq;
@@ -659,7 +663,9 @@ impl Endpoint {
             own_out: output.ptr,
             peer_in: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
             peer_out: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
+            scales: [1.0; MAX_LOCAL_RANKS],
         };
+        bases.scales[self.rank] = scale;
         if s.payload > 0 {
             let dst = self.control.payload(seq, s.slot_len as usize);
             // SAFETY: the payload is at most SLOT_BYTES (asserted when the schedule was sealed) and lies in our own slot,
@@ -668,7 +674,8 @@ impl Endpoint {
             self.counters.copied += s.payload;
         }
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
-        let words = (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, 0]);
+        let words =
+            (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, u64::from(scale.to_bits())]);
         self.control.publish(seq, &s.header, aside, words);
         self.ring_peers();
         for step in &s.steps {
@@ -827,7 +834,18 @@ impl Endpoint {
                 }
                 let dst = self.at(s, dst, bases, wait.seq);
                 // SAFETY: as for Copy, for dst and each of the n sources; dst equals a source or overlaps none.
-                unsafe { reduce::reduce(op, s.header.dtype, dst, &sources[..n as usize], count as usize) };
+                unsafe {
+                    if op == ReduceOp::PreMulSum {
+                        let mut scales = [1.0; MAX_LOCAL_RANKS];
+                        for (to, from) in scales.iter_mut().zip(listed) {
+                            *to = self.scale_of(*from, bases);
+                        }
+                        let scales = &scales[..n as usize];
+                        reduce::reduce_scaled(s.header.dtype, dst, &sources[..n as usize], scales, count as usize)
+                    } else {
+                        reduce::reduce(op, s.header.dtype, dst, &sources[..n as usize], count as usize)
+                    }
+                };
                 self.counters.reduced += u64::from(n) * count * s.header.dtype.size() as u64;
             }
             Step::Average { dst, count, n } => {
@@ -866,12 +884,13 @@ impl Endpoint {
         let Some(p) = &self.peers[peer] else { return Err(OpError::NotLinked { rank: self.rank, peer }) };
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         if !inline {
-            let [input, output, table, _] = p.control.words(seq);
+            let [input, output, table, scale] = p.control.words(seq);
             if table != s.table {
                 let (rank, mine) = (self.rank, s.header.to_string());
                 let theirs = format!("{mine} with other counts or pairs in its lists");
                 return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
             }
+            bases.scales[peer] = f32::from_bits(scale as u32);
             if s.header.flags & FLAG_PRIVATE == 0 {
                 // A rank without that buffer (a reduce's output off the root) announces any offset; only one that the
                 // steps use must fit.
@@ -916,6 +935,16 @@ impl Endpoint {
         base.wrapping_add(at.1 as usize)
     }
 
+    /// What a source of a pre-scaled sum is multiplied by: its rank's scale if it is an input, one if it is a sum already.
+    #[inline]
+    fn scale_of(&self, at: At, bases: &Bases) -> f32 {
+        match at.0 {
+            Place::In => bases.scales[self.rank],
+            Place::PeerIn(r) | Place::Slot(r) | Place::Stage(r, _) => bases.scales[usize::from(r)],
+            Place::Out | Place::PeerOut(_) | Place::Result(..) => 1.0,
+        }
+    }
+
     #[inline]
     fn control_of(&self, rank: u16) -> &Control {
         match self.peers.get(usize::from(rank)) {
@@ -945,6 +974,8 @@ struct Bases {
     own_out: *mut u8,
     peer_in: [*mut u8; MAX_LOCAL_RANKS],
     peer_out: [*mut u8; MAX_LOCAL_RANKS],
+    /// Scales of a pre-scaled sum, by rank.
+    scales: [f32; MAX_LOCAL_RANKS],
 }
 
 /// Why a schedule is not executable.
@@ -984,6 +1015,13 @@ impl Schedule {
         }
         if self.table != 0 && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
             return Err(bad(0, "a record with inline payload has no room for the digest of a table".into()));
+        }
+        let scaled = self.header.redop == Some(ReduceOp::PreMulSum);
+        if scaled && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
+            return Err(bad(0, "a record with inline payload has no room for the scale of a pre-scaled sum".into()));
+        }
+        if scaled && !dtype.is_float() {
+            return Err(bad(0, format!("a pre-scaled sum of {dtype}")));
         }
         let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];
@@ -1042,6 +1080,10 @@ impl Schedule {
                     if a.0 == b.0 {
                         return Err(bad(i, "swaps a buffer with itself".into()));
                     }
+                }
+                // The peers' scales are known only where all agree that it is such a sum.
+                Step::Reduce { op: ReduceOp::PreMulSum, .. } if !scaled => {
+                    return Err(bad(i, "a pre-scaled sum in another operation".into()));
                 }
                 Step::Reduce { dst, first, n, count, .. } => {
                     let len = count.checked_mul(dtype.size() as u64).ok_or_else(|| bad(i, "size overflows".into()))?;

@@ -18,6 +18,13 @@ use crate::dtype::{DataType, ReduceOp, decode_small, encode_small};
 /// The contract of [`reduce`](super::reduce), and the processor has the instructions the kernel was compiled for.
 pub(super) type Kernel = unsafe fn(*mut u8, &[*const u8], usize, usize);
 
+/// Sums `count` elements of every source into `dst`, each source times its scale.
+///
+/// # Safety
+/// The contract of [`reduce_scaled`](super::reduce_scaled), and the processor has the instructions the kernel was
+/// compiled for.
+pub(super) type ScaledKernel = unsafe fn(*mut u8, &[*const u8], &[f32], usize);
+
 /// An instruction set that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
@@ -74,6 +81,48 @@ impl Level {
             Level::Avx512 => avx512::kernel(op, dtype),
         }
     }
+
+    /// The kernel of the pre-scaled sum of one type; `None` for integers. Only a supported level's kernel may be called.
+    #[inline]
+    pub(super) fn scaled_kernel(self, dtype: DataType) -> Option<ScaledKernel> {
+        match self {
+            Level::Portable => portable::scaled_kernel(dtype),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => avx2::scaled_kernel(dtype),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => avx512::scaled_kernel(dtype),
+        }
+    }
+}
+
+/// What becomes of a source's elements before they are folded.
+trait Terms<A>: Copy {
+    /// Applied to a block of source number `source`.
+    fn apply<const B: usize>(self, source: usize, values: &mut [A; B]);
+}
+
+/// Elements as they are.
+#[derive(Clone, Copy)]
+struct Plain;
+
+impl<A> Terms<A> for Plain {
+    #[inline(always)]
+    fn apply<const B: usize>(self, _: usize, _: &mut [A; B]) {}
+}
+
+/// Source i times scale i; a source without a scale stays as it is.
+#[derive(Clone, Copy)]
+struct Scaled<'a>(&'a [f32]);
+
+impl Terms<f32> for Scaled<'_> {
+    #[inline(always)]
+    fn apply<const B: usize>(self, source: usize, values: &mut [f32; B]) {
+        if let Some(scale) = self.0.get(source).copied() {
+            for value in values {
+                *value *= scale;
+            }
+        }
+    }
 }
 
 /// What differs between instruction sets beyond what the compiler does by itself.
@@ -116,7 +165,13 @@ const SMALL: usize = 8;
 /// # Safety
 /// The contract of [`reduce`](super::reduce), and the processor has the instructions of `I`.
 #[inline(always)]
-unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const u8], count: usize, divisor: usize) {
+unsafe fn run<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>>(
+    dst: *mut u8,
+    sources: &[*const u8],
+    terms: S,
+    count: usize,
+    divisor: usize,
+) {
     let size = size_of::<T::Raw>();
     let mut done = 0;
     // SAFETY: `done + block <= count` before each block, so a block lies inside `dst` and every source.
@@ -124,7 +179,7 @@ unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const 
         if T::COSTLY {
             while done < count {
                 let valid = LARGE.min(count - done);
-                block::<T, O, I, LARGE>(dst, sources, done * size, valid, divisor);
+                block::<T, O, I, S, LARGE>(dst, sources, terms, done * size, valid, divisor);
                 done += valid;
             }
             return;
@@ -135,23 +190,23 @@ unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const 
             [a, b] if I::PAIRS => {
                 let pair = [a, b];
                 while count - done >= LARGE {
-                    block::<T, O, I, LARGE>(dst, &pair, done * size, LARGE, divisor);
+                    block::<T, O, I, S, LARGE>(dst, &pair, terms, done * size, LARGE, divisor);
                     done += LARGE;
                 }
             }
             _ => {
                 while count - done >= LARGE {
-                    block::<T, O, I, LARGE>(dst, sources, done * size, LARGE, divisor);
+                    block::<T, O, I, S, LARGE>(dst, sources, terms, done * size, LARGE, divisor);
                     done += LARGE;
                 }
             }
         }
         while count - done >= SMALL {
-            block::<T, O, I, SMALL>(dst, sources, done * size, SMALL, divisor);
+            block::<T, O, I, S, SMALL>(dst, sources, terms, done * size, SMALL, divisor);
             done += SMALL;
         }
         while count - done >= 1 {
-            block::<T, O, I, 1>(dst, sources, done * size, 1, divisor);
+            block::<T, O, I, S, 1>(dst, sources, terms, done * size, 1, divisor);
             done += 1;
         }
     }
@@ -162,9 +217,10 @@ unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const 
 /// # Safety
 /// As [`run`], and `valid`, at most `B`, elements lie inside `dst` and every source.
 #[inline(always)]
-unsafe fn block<T: Element, O: Operation, I: Isa, const B: usize>(
+unsafe fn block<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>, const B: usize>(
     dst: *mut u8,
     sources: &[*const u8],
+    terms: S,
     offset: usize,
     valid: usize,
     divisor: usize,
@@ -176,8 +232,10 @@ unsafe fn block<T: Element, O: Operation, I: Isa, const B: usize>(
     // `I`; every load of the block comes before its store, so that `dst` may be a source.
     unsafe {
         let mut acc = T::decode_block::<I, B>(&load(first.add(offset), valid));
-        for source in others {
-            let next = T::decode_block::<I, B>(&load(source.add(offset), valid));
+        terms.apply(0, &mut acc);
+        for (i, source) in others.iter().enumerate() {
+            let mut next = T::decode_block::<I, B>(&load(source.add(offset), valid));
+            terms.apply(i + 1, &mut next);
             for i in 0..B {
                 acc[i] = O::fold(acc[i], next[i]);
             }
@@ -237,12 +295,24 @@ macro_rules! level {
                 divisor: usize,
             ) {
                 // SAFETY: the caller's contract, passed on; the features named above are those of the Isa.
-                unsafe { run::<T, O, super::$isa>(dst, sources, count, divisor) }
+                unsafe { run::<T, O, super::$isa, Plain>(dst, sources, Plain, count, divisor) }
+            }
+
+            $(#[$features])?
+            unsafe fn scaled<T: Element<Acc = f32>>(
+                dst: *mut u8,
+                sources: &[*const u8],
+                scales: &[f32],
+                count: usize,
+            ) {
+                // SAFETY: the caller's contract, passed on; the features named above are those of the Isa.
+                unsafe { run::<T, Sum, super::$isa, Scaled<'_>>(dst, sources, Scaled(scales), count, 1) }
             }
 
             fn of<T: Element>(op: ReduceOp) -> Kernel {
                 match op {
-                    ReduceOp::Sum => compiled::<T, Sum>,
+                    // Without scales all of them are one.
+                    ReduceOp::Sum | ReduceOp::PreMulSum => compiled::<T, Sum>,
                     ReduceOp::Prod => compiled::<T, Prod>,
                     ReduceOp::Max => compiled::<T, Max>,
                     ReduceOp::Min => compiled::<T, Min>,
@@ -267,6 +337,19 @@ macro_rules! level {
                     DataType::Fp8E4 => of::<Float8<4, 3>>(op),
                     DataType::Fp8E5 => of::<Float8<5, 2>>(op),
                 }
+            }
+
+            pub(super) fn scaled_kernel(dtype: DataType) -> Option<ScaledKernel> {
+                let kernel: ScaledKernel = match dtype {
+                    DataType::Fp32 | DataType::Fp32r => scaled::<Fp32>,
+                    DataType::Bf16 => scaled::<Bf16>,
+                    DataType::Fp16 => scaled::<Fp16>,
+                    DataType::Fp8E3 => scaled::<Float8<3, 4>>,
+                    DataType::Fp8E4 => scaled::<Float8<4, 3>>,
+                    DataType::Fp8E5 => scaled::<Float8<5, 2>>,
+                    _ => return None,
+                };
+                Some(kernel)
             }
         }
     };
