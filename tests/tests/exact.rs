@@ -381,7 +381,8 @@ fn forced(algorithm: Algorithm) -> RuntimeConfig {
 /// most (1 + u + v)^(n−1) − 1 times the sum of the magnitudes, where u and v are half a unit of the type's and of f32's last
 /// place (relative); a product by as much of itself. A division for an average and each multiplication by a scale are
 /// one more step. Results below the normal range add half the smallest number for each rounding.
-fn ring_bound(dtype: DataType, op: ReduceOp, values: &[f64], n: usize) -> f64 {
+fn ring_bound(dtype: DataType, op: ReduceOp, values: &[f64], smallest: f64) -> f64 {
+    let n = values.len();
     let (_, mantissa) = layout(dtype);
     let step = 2f64.powi(-mantissa - 1) + 2f64.powi(-24);
     let steps = n as i32 - 1 + i32::from(matches!(op, ReduceOp::Avg | ReduceOp::PreMulSum));
@@ -391,7 +392,7 @@ fn ring_bound(dtype: DataType, op: ReduceOp, values: &[f64], n: usize) -> f64 {
         ReduceOp::Avg => values.iter().map(|v| v.abs()).sum::<f64>() / n as f64,
         _ => values.iter().map(|v| v.abs()).sum(),
     };
-    relative * size + f64::from(steps) * Codec::new(dtype).smallest() / 2.0
+    relative * size + f64::from(steps) * smallest / 2.0
 }
 
 /// Around the ring the order is the ring's: integers, max and min are exact all the same, floats within the bound. All
@@ -425,6 +426,7 @@ fn the_ring_keeps_its_bound_and_all_ranks_agree() {
                         same(got, &reduced(dtype, op, &inputs, &scales), || format!("{dtype} {op} on {n} ranks"));
                     } else {
                         let (codec, size) = (Codec::new(dtype), dtype.size());
+                        let smallest = codec.smallest();
                         for at in (0..got.len()).step_by(size) {
                             let values: Vec<f64> = (0..n)
                                 .map(|r| {
@@ -439,7 +441,7 @@ fn the_ring_keeps_its_bound_and_all_ranks_agree() {
                                 _ => sum,
                             };
                             let value = f64::from(codec.decode(&got[at..at + size]));
-                            let bound = ring_bound(dtype, op, &values, n);
+                            let bound = ring_bound(dtype, op, &values, smallest);
                             assert!(
                                 (value - truth).abs() <= bound,
                                 "{dtype} {op} on {n} ranks at byte {at}: {value} instead of {truth}, bound {bound}"
@@ -461,6 +463,9 @@ fn whole(rank: usize, dtype: DataType, count: usize) -> Vec<u8> {
     (0..count).flat_map(|i| codec.encode(((i * 7 + rank * 3) % 3) as f32)).collect()
 }
 
+/// A count whose wider types need several staging halves.
+const LARGE: usize = 140_001;
+
 /// Every rank's own scale reaches all others, in every algorithm, memory and collective, in place and not, whatever lies
 /// beside the record.
 #[test]
@@ -469,7 +474,7 @@ fn pre_scaled_sums_across_ranks_in_every_algorithm() {
         for n in 1..=5usize {
             world(n, &forced(algorithm), move |mut comm| {
                 let rank = comm.rank();
-                let counts = [0usize, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 100, 1000, 2730, 70_001];
+                let counts = [0usize, 1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 100, 1000, 2730, LARGE];
                 let ring = algorithm == Algorithm::Ring;
                 for dtype in DataType::ALL.into_iter().filter(|d| d.is_float()) {
                     let (size, op) = (dtype.size(), ReduceOp::PreMulSum);
@@ -477,16 +482,21 @@ fn pre_scaled_sums_across_ranks_in_every_algorithm() {
                         true => [1.0, 2.0, 0.5, -1.0, -0.5][..n].to_vec(),
                         false => (0..n).map(|r| SCALES[(r + n) % SCALES.len()]).collect(),
                     };
-                    let inputs: Vec<Vec<u8>> = (0..n)
+                    let patterns: Vec<Vec<u8>> = (0..n)
                         .map(|r| match ring {
-                            true => whole(r, dtype, 70_001 * n),
-                            false => Random::of(r, 6).elements(dtype, 70_001 * n),
+                            true => whole(r, dtype, 5003),
+                            false => Random::of(r, 6).elements(dtype, 5003),
                         })
                         .collect();
-                    // The periodical part of an expectation is enough to compute once: elements do not interact.
-                    let all = reduced(dtype, op, &inputs, &scales);
+                    let repeated = |pattern: &[u8]| {
+                        let mut all = vec![0; LARGE * n * size];
+                        repeat(pattern, &mut all);
+                        all
+                    };
+                    let inputs: Vec<_> = patterns.iter().map(|p| repeated(p)).collect();
+                    let all = repeated(&reduced(dtype, op, &patterns, &scales));
                     for device in [true, false] {
-                        let mut bench = Bench::new(&mut comm, device, 70_001 * n * size);
+                        let mut bench = Bench::new(&mut comm, device, LARGE * n * size);
                         for count in counts {
                             let (block, root) = (count * size, count % n);
                             let what = |name| format!("{name} {dtype} count {count} rank {rank} of {n} {algorithm:?}");
