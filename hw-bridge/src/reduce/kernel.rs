@@ -9,7 +9,7 @@
 //! What remains after the last whole block is done in smaller blocks by the same code, so the result for an element
 //! does not depend on where it stands.
 
-use super::element::{Avg, Bf16, Element, Float8, Fp16, Fp32, Max, Min, Operation, Prod, Sum};
+use super::element::{Accumulator, Avg, Bf16, Element, Float8, Fp16, Fp32, Max, Min, Operation, Prod, Sum};
 use crate::dtype::{DataType, ReduceOp, decode_small, encode_small};
 
 /// Folds `count` elements of every source into `dst`; the last argument is the divisor of an average.
@@ -155,6 +155,32 @@ pub(super) trait Isa {
         }
         raw
     }
+
+    /// Converts 8-bit floats of `E` exponent and `M` mantissa bits to f32, exactly.
+    ///
+    /// # Safety
+    /// The processor has the instructions of this set.
+    #[inline(always)]
+    unsafe fn widen_fp8<const E: u32, const M: u32, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        let mut values = [0.0; B];
+        for i in 0..B {
+            values[i] = decode_small::<E, M>(u32::from(raw[i]));
+        }
+        values
+    }
+
+    /// Converts f32 to 8-bit floats: to nearest even, NaNs to the canonical NaN.
+    ///
+    /// # Safety
+    /// The processor has the instructions of this set.
+    #[inline(always)]
+    unsafe fn narrow_fp8<const E: u32, const M: u32, const B: usize>(values: &[f32; B]) -> [u8; B] {
+        let mut raw = [0; B];
+        for i in 0..B {
+            raw[i] = encode_small::<E, M>(values[i]) as u8;
+        }
+        raw
+    }
 }
 
 /// Elements of a large block: for f32, four registers of AVX-512 or eight of AVX2.
@@ -172,18 +198,11 @@ unsafe fn run<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>>(
     count: usize,
     divisor: usize,
 ) {
+    let divisor = T::Acc::divisor(divisor);
     let size = size_of::<T::Raw>();
     let mut done = 0;
     // SAFETY: `done + block <= count` before each block, so a block lies inside `dst` and every source.
     unsafe {
-        if T::COSTLY {
-            while done < count {
-                let valid = LARGE.min(count - done);
-                block::<T, O, I, S, LARGE>(dst, sources, terms, done * size, valid, divisor);
-                done += valid;
-            }
-            return;
-        }
         match *sources {
             // The copy of the two pointers is what lets the compiler unroll the loop over the sources and keep a block
             // in registers. With more sources the local array, in the first-level cache, keeps up with memory.
@@ -200,6 +219,12 @@ unsafe fn run<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>>(
                     done += LARGE;
                 }
             }
+        }
+        if T::COSTLY {
+            if done < count {
+                block::<T, O, I, S, LARGE>(dst, sources, terms, done * size, count - done, divisor);
+            }
+            return;
         }
         while count - done >= SMALL {
             block::<T, O, I, S, SMALL>(dst, sources, terms, done * size, SMALL, divisor);
@@ -223,7 +248,7 @@ unsafe fn block<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>, const B: usi
     terms: S,
     offset: usize,
     valid: usize,
-    divisor: usize,
+    divisor: <T::Acc as Accumulator>::Divisor,
 ) {
     let Some((&first, others)) = sources.split_first() else {
         return;
@@ -401,6 +426,18 @@ impl Isa for Avx512 {
         // SAFETY: the caller has AVX-512F, AVX2 and F16C, which is what this Isa stands for.
         unsafe { if B.is_multiple_of(16) { halves::narrow_by_16(values) } else { halves::narrow_by_8(values) } }
     }
+
+    #[inline(always)]
+    unsafe fn widen_fp8<const E: u32, const M: u32, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        // SAFETY: the caller has AVX-512 F and BW, which is part of what this Isa stands for.
+        unsafe { halves::widen_fp8_by_32::<E, M, B>(raw) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_fp8<const E: u32, const M: u32, const B: usize>(values: &[f32; B]) -> [u8; B] {
+        // SAFETY: the caller has AVX-512 F and BW, which is part of what this Isa stands for.
+        unsafe { halves::narrow_fp8_by_32::<E, M, B>(values) }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -482,6 +519,95 @@ mod halves {
                 let v = _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), nan);
                 let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
                 _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), halves);
+            }
+            raw
+        }
+    }
+
+    // An 8-bit float is a half with fewer bits: shifted into place it has its value times a power of two that makes up for
+    // the smaller bias, subnormals included. Only infinity and NaN must be told to the half.
+
+    /// What an 8-bit float's value is multiplied by when it is read as a half: 2^(bias − 15).
+    const fn shrink(exponent_bits: u32) -> f32 {
+        f32::from_bits((127 + (1 << (exponent_bits - 1)) - 1 - 15) << 23)
+    }
+
+    /// The code of +∞ of an 8-bit float.
+    const fn infinity(exponent_bits: u32, mantissa_bits: u32) -> i16 {
+        ((1 << exponent_bits) - 1) << mantissa_bits
+    }
+
+    /// # Safety
+    /// The processor has AVX-512 F and BW.
+    #[inline(always)]
+    pub(super) unsafe fn widen_fp8_by_32<const E: u32, const M: u32, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        // SAFETY: every access is at `i < B` with 32 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            if !B.is_multiple_of(32) {
+                return Portable::widen_fp8::<E, M, B>(raw);
+            }
+            let mut values = [0.0f32; B];
+            for i in (0..B).step_by(32) {
+                let code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(raw.as_ptr().add(i).cast()));
+                let magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7F));
+                let sign = _mm512_slli_epi16::<8>(_mm512_xor_si512(code, magnitude));
+                let special = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(infinity(E, M)));
+                let bits = _mm512_sllv_epi16(magnitude, _mm512_set1_epi16(10 - M as i16));
+                let bits = _mm512_or_si512(bits, _mm512_maskz_set1_epi16(special, 0x7C00));
+                let bits = _mm512_or_si512(bits, sign);
+                let mut low = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+                let mut high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(bits));
+                if E < 5 {
+                    low = _mm512_mul_ps(low, _mm512_set1_ps(1.0 / shrink(E)));
+                    high = _mm512_mul_ps(high, _mm512_set1_ps(1.0 / shrink(E)));
+                }
+                _mm512_storeu_ps(values.as_mut_ptr().add(i), low);
+                _mm512_storeu_ps(values.as_mut_ptr().add(i + 16), high);
+            }
+            values
+        }
+    }
+
+    /// By way of a half that is rounded to odd: what is not exact gets an odd last bit. The half has so many bits more
+    /// than the 8-bit float that rounding it to nearest even gives what rounding the f32 at once would.
+    ///
+    /// # Safety
+    /// The processor has AVX-512 F and BW.
+    #[inline(always)]
+    pub(super) unsafe fn narrow_fp8_by_32<const E: u32, const M: u32, const B: usize>(values: &[f32; B]) -> [u8; B] {
+        // SAFETY: every access is at `i < B` with 32 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            if !B.is_multiple_of(32) {
+                return Portable::narrow_fp8::<E, M, B>(values);
+            }
+            let drop = 10 - M as i16;
+            let mut raw = [0u8; B];
+            for i in (0..B).step_by(32) {
+                let mut low = _mm512_loadu_ps(values.as_ptr().add(i));
+                let mut high = _mm512_loadu_ps(values.as_ptr().add(i + 16));
+                if E < 5 {
+                    low = _mm512_mul_ps(low, _mm512_set1_ps(shrink(E)));
+                    high = _mm512_mul_ps(high, _mm512_set1_ps(shrink(E)));
+                }
+                let low_half = _mm512_cvtps_ph::<{ _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC }>(low);
+                let high_half = _mm512_cvtps_ph::<{ _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC }>(high);
+                let inexact = u32::from(_mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(low, _mm512_cvtph_ps(low_half)))
+                    | u32::from(_mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(high, _mm512_cvtph_ps(high_half))) << 16;
+                let halves = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low_half), high_half);
+                let halves = _mm512_or_si512(halves, _mm512_maskz_set1_epi16(inexact, 1));
+                // To nearest even; a carry walks into the exponent as it should, and what is too large becomes infinite.
+                let magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7FFF));
+                let even =
+                    _mm512_and_si512(_mm512_srlv_epi16(magnitude, _mm512_set1_epi16(drop)), _mm512_set1_epi16(1));
+                let half_unit = _mm512_set1_epi16((1 << (drop - 1)) - 1);
+                let rounded = _mm512_add_epi16(_mm512_add_epi16(magnitude, half_unit), even);
+                let rounded = _mm512_srlv_epi16(rounded, _mm512_set1_epi16(drop));
+                let finite = _mm512_min_epu16(rounded, _mm512_set1_epi16(infinity(E, M)));
+                let sign = _mm512_and_si512(_mm512_srli_epi16::<8>(halves), _mm512_set1_epi16(0x80));
+                let nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7C00));
+                let canonical = _mm512_set1_epi16(infinity(E, M) | 1 << (M - 1));
+                let code = _mm512_mask_mov_epi16(_mm512_or_si512(finite, sign), nan, canonical);
+                _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), _mm512_cvtepi16_epi8(code));
             }
             raw
         }
