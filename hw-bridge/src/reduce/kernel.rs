@@ -4,7 +4,7 @@
 //! loaded into a local array, folded, and stored, so each source is read once and `dst` is written once. Because a
 //! block is loaded whole before it is stored, `dst` may be one of the sources, and the compiler needs no overlap check
 //! to vectorise. The body is inlined into one function per instruction set, where the compiler has those instructions
-//! at its disposal; the only intrinsics are the conversions of halves.
+//! at its disposal; the only intrinsics are the conversions of halves and of 8-bit floats.
 //!
 //! What remains after the last whole block is done in smaller blocks by the same code, so the result for an element
 //! does not depend on where it stands.
@@ -443,7 +443,7 @@ impl Isa for Avx512 {
 #[cfg(target_arch = "x86_64")]
 level!(avx512, Avx512, #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]);
 
-/// The conversion instructions for halves. They honour subnormals whatever the control register says, and round to
+/// The conversion instructions for halves, and 8-bit floats by way of them. They honour subnormals whatever the control register says, and round to
 /// nearest even as asked in the instruction itself. Blocks that are no multiple of a register fall back to arithmetic.
 #[cfg(target_arch = "x86_64")]
 mod halves {
