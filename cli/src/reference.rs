@@ -148,9 +148,9 @@ impl Pattern {
                 let two = [place % n, (place >> 20) % n].contains(&(rank as u64));
                 (if h & 1 == 0 { 1 } else { -1 }) * (if two { 2 } else { 1 })
             }
-            ReduceOp::Sum | ReduceOp::Avg if n <= most => whole(most / n),
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum if n <= most => whole(most / n),
             // More ranks than the type can count: only some bring a number.
-            ReduceOp::Sum | ReduceOp::Avg => {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum => {
                 let every = n.div_ceil(most);
                 if (rank as u64 + i) % every == 0 { whole(1) } else { 0 }
             }
@@ -172,7 +172,8 @@ impl Pattern {
         if d.is_float() {
             let by = |f: fn(f64, f64) -> f64| floats.iter().copied().reduce(f).unwrap_or(0.0);
             return Number::Float(match op {
-                ReduceOp::Sum => by(|a, b| a + b),
+                // The program passes no scales: all of them are one.
+                ReduceOp::Sum | ReduceOp::PreMulSum => by(|a, b| a + b),
                 ReduceOp::Prod => by(|a, b| a * b),
                 ReduceOp::Max => by(|a, b| if a < b { b } else { a }),
                 ReduceOp::Min => by(|a, b| if b < a { b } else { a }),
@@ -180,7 +181,7 @@ impl Pattern {
             });
         }
         Number::Int(match op {
-            ReduceOp::Sum => wrap(d, ints.iter().sum()),
+            ReduceOp::Sum | ReduceOp::PreMulSum => wrap(d, ints.iter().sum()),
             ReduceOp::Prod => ints.iter().fold(1, |a, b| wrap(d, a.wrapping_mul(*b))),
             ReduceOp::Max => ints.iter().copied().max().unwrap_or(0),
             ReduceOp::Min => ints.iter().copied().min().unwrap_or(0),

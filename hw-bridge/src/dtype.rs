@@ -191,10 +191,15 @@ pub enum ReduceOp {
     Min,
     /// The sum divided by the number of sources; integers truncate toward zero (the sum wraps first).
     Avg,
+    /// The sum of every rank's elements times that rank's own f32 scale (NCCL's PreMulSum, the originals' FMA); floats
+    /// only. Products and sums are rounded in f32, one after the other, nothing is fused; see
+    /// [`reduce_scaled`](crate::reduce::reduce_scaled).
+    PreMulSum,
 }
 
 impl ReduceOp {
-    /// Every operation.
+    /// Every operation that takes the elements as they are: all but [`ReduceOp::PreMulSum`], which needs a scale of each
+    /// rank and is asked for by calls of its own.
     pub const ALL: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min, ReduceOp::Avg];
 
     /// The name that [`Display`](fmt::Display) prints and [`FromStr`] accepts.
@@ -206,6 +211,7 @@ impl ReduceOp {
             ReduceOp::Max => "max",
             ReduceOp::Min => "min",
             ReduceOp::Avg => "avg",
+            ReduceOp::PreMulSum => "pre_mul_sum",
         }
     }
 }
@@ -219,7 +225,8 @@ impl fmt::Display for ReduceOp {
 impl FromStr for ReduceOp {
     type Err = ParseError;
 
-    /// Reads a name as users of nccl-tests and nccom-test type it. Upper and lower case do not matter.
+    /// Reads a name as users of nccl-tests and nccom-test type it. Upper and lower case do not matter. The pre-scaled sum
+    /// is not among them, because a name brings no scale along.
     ///
     /// # Errors
     /// [`ParseError::ReduceOp`] if no operation has this name.

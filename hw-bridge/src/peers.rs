@@ -176,7 +176,7 @@ pub(crate) fn describe(packed: u64, count: u64) -> String {
     if let Some(d) = DataType::from_nrt(u32::from(byte(8))) {
         s += &format!(" {d}");
     }
-    if let Some(r) = ReduceOp::ALL.into_iter().find(|r| *r as u8 == byte(16)) {
+    if let Some(r) = ReduceOp::ALL.into_iter().chain([ReduceOp::PreMulSum]).find(|r| *r as u8 == byte(16)) {
         s += &format!(" {r}");
     }
     s += &format!(" count {count}");

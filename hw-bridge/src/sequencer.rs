@@ -118,7 +118,8 @@ pub struct Schedule {
     pub header: OpHeader,
     /// Bytes of the input that travel beside the record (at most [`SLOT_BYTES`]); 0 for none.
     pub payload: u64,
-    /// Bytes the payload has on any rank; decides where it lies.
+    /// Bytes the payload has on any rank; decides where it lies. More than [`INLINE_BYTES`] in a pre-scaled sum, whose
+    /// scale is in the record.
     pub slot_len: u64,
     /// Bytes of this rank's input.
     pub in_bytes: u64,
@@ -449,6 +450,8 @@ pub struct CallArgs {
     pub dst: Option<usize>,
     /// Whom a send_recv receives from.
     pub src: Option<usize>,
+    /// This rank's scale of a pre-scaled sum; matters to nothing else.
+    pub scale: f32,
     /// Bounds each wait, from when this rank has to sleep in it: an operation that moves on does not time out.
     pub timeout: Duration,
 }
@@ -662,7 +665,7 @@ impl Lane {
             last_wait: schedule.last_wait,
             napped: false,
         };
-        let done = self.run_steps(schedule, &input, &output, aside, &mut wait);
+        let done = self.run_steps(schedule, &input, &output, aside, args.scale, &mut wait);
         let stamp = wait.napped || schedule.slot_len == 0;
         match done {
             Ok(()) => {
@@ -759,6 +762,7 @@ impl Lane {
         input: &LocalMem<'_>,
         output: &LocalMem<'_>,
         aside: Aside,
+        scale: f32,
         wait: &mut WaitCtx<'_>,
     ) -> Result<(), OpError> {
         let seq = self.seq;
@@ -768,7 +772,9 @@ impl Lane {
             own_out: output.ptr,
             peer_in: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
             peer_out: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
+            scales: [1.0; MAX_LOCAL_RANKS],
         };
+        bases.scales[self.endpoint.rank] = scale;
         if s.payload > 0 {
             let dst = self.mine().payload(seq, s.slot_len as usize);
             // SAFETY: the payload is at most SLOT_BYTES (asserted when the schedule was sealed) and lies in our own slot,
@@ -777,7 +783,8 @@ impl Lane {
             self.mine().tally().copied(s.payload);
         }
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
-        let words = (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, 0]);
+        let words =
+            (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, u64::from(scale.to_bits())]);
         self.mine().publish(seq, &s.header, aside, words);
         self.ring_peers();
         for step in &s.steps {
@@ -949,7 +956,18 @@ impl Lane {
                 }
                 let dst = self.at(s, dst, bases, wait.seq);
                 // SAFETY: as for Copy, for dst and each of the n sources; dst equals a source or overlaps none.
-                unsafe { reduce::reduce(op, s.header.dtype, dst, &sources[..n as usize], count as usize) };
+                unsafe {
+                    if op == ReduceOp::PreMulSum {
+                        let mut scales = [1.0; MAX_LOCAL_RANKS];
+                        for (to, from) in scales.iter_mut().zip(listed) {
+                            *to = self.scale_of(*from, bases);
+                        }
+                        let scales = &scales[..n as usize];
+                        reduce::reduce_scaled(s.header.dtype, dst, &sources[..n as usize], scales, count as usize)
+                    } else {
+                        reduce::reduce(op, s.header.dtype, dst, &sources[..n as usize], count as usize)
+                    }
+                };
                 self.mine().tally().reduced(u64::from(n) * count * s.header.dtype.size() as u64);
             }
             Step::Average { dst, count, n } => {
@@ -991,12 +1009,13 @@ impl Lane {
         };
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
         if !inline {
-            let [input, output, table, _] = self.of(p).words(seq);
+            let [input, output, table, scale] = self.of(p).words(seq);
             if table != s.table {
                 let (rank, mine) = (self.endpoint.rank, s.header.to_string());
                 let theirs = format!("{mine} with other counts or pairs in its lists");
                 return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
             }
+            bases.scales[peer] = f32::from_bits(scale as u32);
             if s.header.flags & FLAG_PRIVATE == 0 {
                 // A rank without that buffer (a reduce's output off the root) announces any offset; only one that the
                 // steps use must fit.
@@ -1041,6 +1060,16 @@ impl Lane {
         base.wrapping_add(at.1 as usize)
     }
 
+    /// What a source of a pre-scaled sum is multiplied by: its rank's scale if it is an input, one if it is a sum already.
+    #[inline]
+    fn scale_of(&self, at: At, bases: &Bases) -> f32 {
+        match at.0 {
+            Place::In => bases.scales[self.endpoint.rank],
+            Place::PeerIn(r) | Place::Slot(r) | Place::Stage(r, _) => bases.scales[usize::from(r)],
+            Place::Out | Place::PeerOut(_) | Place::Result(..) => 1.0,
+        }
+    }
+
     #[inline]
     fn lane_of(&self, rank: u16) -> LaneView<'_> {
         match self.endpoint.peer(usize::from(rank)) {
@@ -1072,6 +1101,8 @@ struct Bases {
     own_out: *mut u8,
     peer_in: [*mut u8; MAX_LOCAL_RANKS],
     peer_out: [*mut u8; MAX_LOCAL_RANKS],
+    /// Scales of a pre-scaled sum, by rank.
+    scales: [f32; MAX_LOCAL_RANKS],
 }
 
 /// Why a schedule is not executable.
@@ -1111,6 +1142,13 @@ impl Schedule {
         }
         if self.table != 0 && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
             return Err(bad(0, "a record with inline payload has no room for the digest of a table".into()));
+        }
+        let scaled = self.header.redop == Some(ReduceOp::PreMulSum);
+        if scaled && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
+            return Err(bad(0, "a record with inline payload has no room for the scale of a pre-scaled sum".into()));
+        }
+        if scaled && !dtype.is_float() {
+            return Err(bad(0, format!("a pre-scaled sum of {dtype}")));
         }
         let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];
@@ -1169,6 +1207,10 @@ impl Schedule {
                     if a.0 == b.0 {
                         return Err(bad(i, "swaps a buffer with itself".into()));
                     }
+                }
+                // The peers' scales are known only where all agree that it is such a sum.
+                Step::Reduce { op: ReduceOp::PreMulSum, .. } if !scaled => {
+                    return Err(bad(i, "a pre-scaled sum in another operation".into()));
                 }
                 Step::Reduce { dst, first, n, count, .. } => {
                     let len = count.checked_mul(dtype.size() as u64).ok_or_else(|| bad(i, "size overflows".into()))?;

@@ -269,8 +269,11 @@ impl<'a> Builder<'a> {
         self.push(Step::Reduce { dst, first, n, count, op });
     }
 
-    /// One rank: its own input is the result.
+    /// One rank: its own input is the result, scaled if it has a scale.
     fn alone(&mut self) {
+        if self.call.reduces() && self.call.redop == ReduceOp::PreMulSum {
+            return self.reduce(At(Place::Out, 0), [At(Place::In, 0)], self.call.count, ReduceOp::PreMulSum);
+        }
         let moves = match self.call.op {
             Op::Barrier => false,
             Op::SendRecv => self.call.dst.is_some() && self.call.src.is_some(),

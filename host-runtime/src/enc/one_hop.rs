@@ -3,6 +3,8 @@
 //! The record's flow control (a slot is reused only when its readers are done) makes this one-way: a broadcast's root
 //! does not wait for anybody.
 
+use hw_bridge::dtype::ReduceOp;
+use hw_bridge::limits::INLINE_BYTES;
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{At, Place, Step};
 
@@ -18,11 +20,11 @@ pub(super) fn build(b: &mut Builder<'_>) {
         Op::Barrier => false,
         _ => true,
     };
-    b.schedule.slot_len = b.call.slot_bytes(n).unwrap_or(u64::MAX);
-    if b.call.op == Op::Barrier {
-        b.schedule.slot_len = 0;
-    }
-    b.schedule.payload = if contributes { b.schedule.slot_len } else { 0 };
+    let contribution = if b.call.op == Op::Barrier { 0 } else { b.call.slot_bytes(n).unwrap_or(u64::MAX) };
+    b.schedule.payload = if contributes { contribution } else { 0 };
+    // The scale of a pre-scaled sum lies where a tiny payload would.
+    let least = if b.call.redop == ReduceOp::PreMulSum && contribution > 0 { INLINE_BYTES as u64 + 1 } else { 0 };
+    b.schedule.slot_len = contribution.max(least);
     let all = |at: u64| (0..n).map(move |r| At(Place::Slot(r as u16), at));
     match b.call.op {
         Op::Barrier => b.arrivals(),

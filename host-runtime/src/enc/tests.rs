@@ -1,7 +1,7 @@
 //! Every schedule that can be asked for compiles and passes the sealing checks, which are what memory safety rests on.
 
 use super::*;
-use hw_bridge::limits::STAGE_BYTES;
+use hw_bridge::limits::{INLINE_BYTES, STAGE_BYTES};
 
 fn call(op: Op, count: u64, private: bool, in_place: bool) -> Call {
     Call { op, dtype: DataType::Fp32, redop: ReduceOp::Avg, count, root: 0, dst: None, src: None, private, in_place }
@@ -75,4 +75,48 @@ fn parts_cover_the_whole_without_overlap() {
             assert_eq!(at, count);
         }
     }
+}
+
+/// The scale of a pre-scaled sum lies in the record, where a tiny payload would. Inputs are only read by steps that scale.
+#[test]
+fn pre_scaled_schedules_seal_and_leave_room_for_the_scale() {
+    let rings = |n: usize| vec![(0..n).collect::<Vec<_>>()];
+    for n in 1..=8 {
+        for (rank, count) in (0..n).flat_map(|rank| [0, 1, 2, 7, 8, 9, 4099, 600_001].map(|count| (rank, count))) {
+            for (private, in_place) in [(false, false), (false, true), (true, false), (true, true)] {
+                for op in [Op::AllReduce, Op::ReduceScatter, Op::Reduce] {
+                    let c = Call { redop: ReduceOp::PreMulSum, root: n - 1, ..call(op, count, private, in_place) };
+                    for forced in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged] {
+                        let algorithm = choose(&c, n, Some(forced), 8192);
+                        let s = compile(&c, rank, n, algorithm, &rings(n))
+                            .unwrap_or_else(|e| panic!("{c:?} {algorithm:?}: {e}"));
+                        assert!(s.slot_len == 0 || s.slot_len > INLINE_BYTES as u64, "{c:?} {algorithm:?}");
+                        let scaled = s.steps.iter().all(|step| match step {
+                            Step::Reduce { op, .. } => *op == ReduceOp::PreMulSum,
+                            Step::Average { .. } => false,
+                            _ => true,
+                        });
+                        assert!(scaled, "{c:?} {algorithm:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pre_scaled_sum_that_cannot_be_right_is_not_sealed() {
+    let c = Call { redop: ReduceOp::PreMulSum, ..call(Op::AllReduce, 2, false, false) };
+    let sealed = compile(&c, 0, 2, Algorithm::OneHop, &[]).unwrap();
+    let refused = |change: &dyn Fn(&mut Schedule)| {
+        let mut schedule = (*sealed).clone();
+        change(&mut schedule);
+        schedule.seal(0, 2).unwrap_err().to_string()
+    };
+    let tiny = refused(&|s| s.slot_len = 8);
+    assert!(tiny.contains("no room for the scale"), "{tiny}");
+    let integers = refused(&|s| s.header.dtype = DataType::Int32);
+    assert!(integers.contains("a pre-scaled sum of int32"), "{integers}");
+    let mixed = refused(&|s| s.header.redop = Some(ReduceOp::Sum));
+    assert!(mixed.contains("a pre-scaled sum in another operation"), "{mixed}");
 }

@@ -53,7 +53,7 @@ impl Communicator {
     /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
     /// broken), [`Error::Stopped`] if connections must be made and the control plane is gone. All collectives alike.
     pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.collective(io, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
+        self.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
     }
 
     /// Every rank gets all inputs, in rank order. `count` elements of each rank.
@@ -61,7 +61,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn all_gather(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
-        self.collective(io, call(Op::AllGather, dtype, count))
+        self.collective(io, None, call(Op::AllGather, dtype, count))
     }
 
     /// Rank r gets block r of the reduction. `count` elements of output; the input has that times the ranks.
@@ -69,7 +69,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn reduce_scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.collective(io, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
+        self.collective(io, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
     }
 
     /// Every rank gets the root's input. `count` elements.
@@ -77,7 +77,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn broadcast(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
-        self.collective(io, Call { root, ..call(Op::Broadcast, dtype, count) })
+        self.collective(io, None, Call { root, ..call(Op::Broadcast, dtype, count) })
     }
 
     /// The root gets the reduction of all inputs. `count` elements.
@@ -85,7 +85,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp, root: usize) -> Result<(), Error> {
-        self.collective(io, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
+        self.collective(io, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
     }
 
     /// Rank r gets block r of every rank, in rank order. `count` elements a block.
@@ -93,7 +93,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn all_to_all(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
-        self.collective(io, call(Op::AllToAll, dtype, count))
+        self.collective(io, None, call(Op::AllToAll, dtype, count))
     }
 
     /// Sends the input to one rank and receives the output from one. All ranks call it, whether or not they send or
@@ -102,7 +102,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn send_recv(&mut self, io: Io<'_>, count: u64, dtype: DataType, peers: Peers) -> Result<(), Error> {
-        self.collective(io, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
+        self.collective(io, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
     }
 
     /// Nobody leaves before all have come.
@@ -110,11 +110,12 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn barrier(&mut self) -> Result<(), Error> {
-        self.collective(Io::Host { src: &[], dst: &mut [] }, call(Op::Barrier, DataType::Uint8, 0))
+        self.collective(Io::Host { src: &[], dst: &mut [] }, None, call(Op::Barrier, DataType::Uint8, 0))
     }
 
-    fn collective(&mut self, io: Io<'_>, call: Call) -> Result<(), Error> {
-        self.engine.collective(io, call, self.timeout)
+    /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
+    fn collective(&mut self, io: Io<'_>, scale: Option<f32>, call: Call) -> Result<(), Error> {
+        self.engine.collective(io, scale, call, self.timeout)
     }
 }
 
@@ -129,9 +130,16 @@ impl Engine {
         self.schedules = Schedules::default();
     }
 
-    pub(super) fn collective(&mut self, io: Io<'_>, mut call: Call, timeout: Duration) -> Result<(), Error> {
+    pub(super) fn collective(
+        &mut self,
+        io: Io<'_>,
+        scale: Option<f32>,
+        mut call: Call,
+        timeout: Duration,
+    ) -> Result<(), Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         self.check_call(&call)?;
+        check_scale(&call, scale)?;
         if n > 1 && self.rings.is_empty() {
             let name = call.op.name();
             return Err(bad(format!(
@@ -157,7 +165,7 @@ impl Engine {
         call.private = !io.is_device() && call.op != Op::Barrier;
         let (input, output, in_place) = resolve(io, Shape { op: call.op, rank, in_bytes, out_bytes, block })?;
         call.in_place = in_place;
-        self.run(&call, input, output, timeout)
+        self.run(&call, input, output, scale.unwrap_or(1.0), timeout)
     }
 
     fn check_call(&self, call: &Call) -> Result<(), Error> {
@@ -179,7 +187,14 @@ impl Engine {
         Ok(())
     }
 
-    fn run(&mut self, call: &Call, input: LocalMem<'_>, output: LocalMem<'_>, timeout: Duration) -> Result<(), Error> {
+    fn run(
+        &mut self,
+        call: &Call,
+        input: LocalMem<'_>,
+        output: LocalMem<'_>,
+        scale: f32,
+        timeout: Duration,
+    ) -> Result<(), Error> {
         let config = &self.plane.runtime.0.config;
         let algorithm = enc::choose(call, self.plane.core.nranks, config.algorithm, config.one_hop_max);
         let again = matches!(&self.schedules.last, Some((c, a, _)) if c == call && *a == algorithm);
@@ -190,7 +205,7 @@ impl Engine {
         let Some((_, _, schedule)) = &self.schedules.last else {
             return Err(Error::Bug("a schedule that was just compiled is not there".into()));
         };
-        let args = CallArgs { dst: call.dst, src: call.src, timeout };
+        let args = CallArgs { dst: call.dst, src: call.src, scale, timeout };
         match self.lane.run(schedule, input, output, &args) {
             Ok(()) => Ok(()),
             Err(e) => {
@@ -232,5 +247,60 @@ impl Engine {
         let s = Arc::new(s);
         cache.all.insert((*call, algorithm), s.clone());
         Ok(s)
+    }
+}
+
+/// A pre-scaled sum has a scale and a float type; nothing else has a scale.
+fn check_scale(call: &Call, scale: Option<f32>) -> Result<(), Error> {
+    let name = call.op.name();
+    match scale {
+        None if call.redop == ReduceOp::PreMulSum => {
+            Err(bad(format!("{name}: {} needs this rank's scale; call {name}_scaled instead", ReduceOp::PreMulSum)))
+        }
+        Some(_) if !call.dtype.is_float() => Err(bad(format!(
+            "{name}_scaled: elements of type {} cannot be scaled, because scales are f32; use a float type, or scale \
+             them before a plain {name}",
+            call.dtype
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Pre-scaled sums (NCCL's PreMulSum): the result is the sum over the ranks, in rank order, of each rank's `scale` times
+/// its elements, computed in f32 and rounded once. Each rank passes a scale of its own; different ones are no mismatch.
+/// Float types only.
+impl Communicator {
+    /// [`Communicator::all_reduce`] with a scale of this rank.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`], and [`Error::Usage`] for an integer type.
+    pub fn all_reduce_scaled(&mut self, io: Io<'_>, count: u64, dtype: DataType, scale: f32) -> Result<(), Error> {
+        let redop = ReduceOp::PreMulSum;
+        self.collective(io, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
+    }
+
+    /// [`Communicator::reduce_scatter`] with a scale of this rank.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce_scaled`].
+    pub fn reduce_scatter_scaled(&mut self, io: Io<'_>, count: u64, dtype: DataType, scale: f32) -> Result<(), Error> {
+        let redop = ReduceOp::PreMulSum;
+        self.collective(io, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
+    }
+
+    /// [`Communicator::reduce`] with a scale of this rank.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce_scaled`].
+    pub fn reduce_scaled(
+        &mut self,
+        io: Io<'_>,
+        count: u64,
+        dtype: DataType,
+        root: usize,
+        scale: f32,
+    ) -> Result<(), Error> {
+        let redop = ReduceOp::PreMulSum;
+        self.collective(io, Some(scale), Call { root, redop, ..call(Op::Reduce, dtype, count) })
     }
 }

@@ -141,7 +141,7 @@ pub struct Stream {
 
 fn work(mut engine: Engine, orders: &Receiver<Order>) {
     while let Ok(mut order) = orders.recv() {
-        let result = engine.collective(order.buffers.io(), order.call, order.timeout);
+        let result = engine.collective(order.buffers.io(), None, order.call, order.timeout);
         // Nobody may be interested.
         let _ = order.answer.send(Finished { buffers: order.buffers, result });
     }

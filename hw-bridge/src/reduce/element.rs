@@ -16,7 +16,7 @@ pub(super) trait Element {
     /// The type of the accumulator: the integer itself, or f32 for every float.
     type Acc: Accumulator;
     /// Whether a conversion is so long that it decides the speed. Then a part of a block is better padded to a whole
-    /// one, and a loop of its own for two sources gains nothing.
+    /// one.
     const COSTLY: bool = false;
 
     fn decode(raw: Self::Raw) -> Self::Acc;
@@ -57,8 +57,12 @@ pub(super) trait Accumulator: Copy + Default {
     fn mul(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
-    /// Divides by a count of sources, 0 counting as 1; integers truncate toward zero.
-    fn div(self, count: usize) -> Self;
+    /// What dividing by a count of sources needs, worked out once for a whole call.
+    type Divisor: Copy;
+    /// For a count of sources, 0 counting as 1.
+    fn divisor(count: usize) -> Self::Divisor;
+    /// Divides by the count; integers truncate toward zero.
+    fn div(self, by: Self::Divisor) -> Self;
 }
 
 /// One reduction as the kernels see it.
@@ -67,7 +71,7 @@ pub(super) trait Operation {
 
     /// Applied once to the folded value; `divisor` matters to [`Avg`] alone.
     #[inline(always)]
-    fn finish<A: Accumulator>(a: A, divisor: usize) -> A {
+    fn finish<A: Accumulator>(a: A, divisor: A::Divisor) -> A {
         let _ = divisor;
         a
     }
@@ -114,14 +118,15 @@ impl Operation for Avg {
     }
 
     #[inline(always)]
-    fn finish<A: Accumulator>(a: A, divisor: usize) -> A {
+    fn finish<A: Accumulator>(a: A, divisor: A::Divisor) -> A {
         a.div(divisor)
     }
 }
 
-/// Integers: the accumulator is the element. `$div` divides `self` by `count` with truncation toward zero.
+/// Integers: the accumulator is the element. `$prepare` makes the divisor of a count, which is at least 1; `$div` divides
+/// with truncation toward zero.
 macro_rules! integer {
-    ($($type:ty: |$value:ident, $count:ident| $div:expr;)*) => {$(
+    ($($type:ty, $divisor:ty: |$count:ident| $prepare:expr, |$value:ident, $by:ident| $div:expr;)*) => {$(
         impl Element for $type {
             type Raw = $type;
             type Acc = $type;
@@ -152,40 +157,85 @@ macro_rules! integer {
             fn min(self, other: Self) -> Self {
                 if self < other { self } else { other }
             }
+            type Divisor = $divisor;
             #[inline(always)]
-            fn div(self, count: usize) -> Self {
-                let ($value, $count) = (self, count.max(1));
+            fn divisor(count: usize) -> $divisor {
+                let $count = Ord::max(count, 1);
+                $prepare
+            }
+            #[inline(always)]
+            fn div(self, by: $divisor) -> Self {
+                let ($value, $by) = (self, by);
                 $div
             }
         }
     )*};
 }
 
-// No processor divides vectors of integers, so the short types divide as floats, which is exact: the true quotient of
-// an a-bit number by n is at least 1/n away from the next whole number it does not reach, and the rounding error of the
-// quotient is at most 2^-24 (f32, a ≤ 16) or 2^-53 (f64, a ≤ 32) of it, which is less than 1/n of a unit. A count too
-// large for the float to hold exactly exceeds every element, and the quotient truncates to zero as it should. The count
-// is at least 1, so the quotient is finite and no larger in magnitude than the element: it is in the range of the
+// No processor divides vectors of integers, so the short types multiply with the reciprocal as floats, which is exact if
+// the reciprocal is rounded up: the product is then at least the true quotient v/n, and above it by less than a 2^-22nd of
+// it (f32; f64: a 2^-51st), while the next whole number is at least 1/n away; v < 2^16 (f64: v < 2^32) keeps the one below
+// the other. A whole quotient is not missed from below, because rounding to nearest does not cross a number that the
+// float can hold. A count too large for the float to hold exactly exceeds every element, and the product truncates to
+// zero as it should. The quotient is finite and no larger in magnitude than the element: it is in the range of the
 // element's type.
 integer! {
     // SAFETY: finite and in range, as said above.
-    u8: |value, count| unsafe { (f32::from(value) / count as f32).to_int_unchecked::<i32>() as u8 };
+    u8, f32: |count| reciprocal_f32(count), |v, by| unsafe { (f32::from(v) * by).to_int_unchecked::<i32>() as u8 };
     // SAFETY: finite and in range, as said above.
-    i8: |value, count| unsafe { (f32::from(value) / count as f32).to_int_unchecked::<i32>() as i8 };
+    i8, f32: |count| reciprocal_f32(count), |v, by| unsafe { (f32::from(v) * by).to_int_unchecked::<i32>() as i8 };
     // SAFETY: finite and in range, as said above.
-    u16: |value, count| unsafe { (f32::from(value) / count as f32).to_int_unchecked::<i32>() as u16 };
+    u16, f32: |count| reciprocal_f32(count), |v, by| unsafe { (f32::from(v) * by).to_int_unchecked::<i32>() as u16 };
     // SAFETY: finite and in range, as said above.
-    i16: |value, count| unsafe { (f32::from(value) / count as f32).to_int_unchecked::<i32>() as i16 };
+    i16, f32: |count| reciprocal_f32(count), |v, by| unsafe { (f32::from(v) * by).to_int_unchecked::<i32>() as i16 };
     // SAFETY: finite and in range, as said above.
-    u32: |value, count| unsafe { (f64::from(value) / count as f64).to_int_unchecked::<u32>() };
+    u32, f64: |count| reciprocal_f64(count), |v, by| unsafe { (f64::from(v) * by).to_int_unchecked::<u32>() };
     // SAFETY: finite and in range, as said above.
-    i32: |value, count| unsafe { (f64::from(value) / count as f64).to_int_unchecked::<i32>() };
-    u64: |value, count| value / count as u64;
-    i64: |value, count| {
+    i32, f64: |count| reciprocal_f64(count), |v, by| unsafe { (f64::from(v) * by).to_int_unchecked::<i32>() };
+    u64, Magic: |count| Magic::new(count as u64), |v, by| by.divide(v);
+    i64, Magic: |count| Magic::new(count as u64), |v, by| {
         // By magnitude, because a count above i64::MAX has no signed form.
-        let quotient = (value.unsigned_abs() / count as u64).cast_signed();
-        if value < 0 { quotient.wrapping_neg() } else { quotient }
+        let quotient = by.divide(v.unsigned_abs()).cast_signed();
+        if v < 0 { quotient.wrapping_neg() } else { quotient }
     };
+}
+
+/// The reciprocal, or at most two units of the last place more, never less.
+#[inline(always)]
+fn reciprocal_f32(count: usize) -> f32 {
+    f32::from_bits((1.0 / count as f32).to_bits() + 1)
+}
+
+/// As [`reciprocal_f32`].
+#[inline(always)]
+fn reciprocal_f64(count: usize) -> f64 {
+    f64::from_bits((1.0 / count as f64).to_bits() + 1)
+}
+
+/// Division of 64-bit numbers by multiplication.
+#[derive(Clone, Copy)]
+pub(super) struct Magic {
+    count: u64,
+    /// (2^64 − 1) / count, truncated.
+    reciprocal: u64,
+}
+
+impl Magic {
+    /// For a count of at least 1.
+    #[inline(always)]
+    fn new(count: u64) -> Magic {
+        let count = Ord::max(count, 1);
+        Magic { count, reciprocal: u64::MAX / count }
+    }
+
+    #[inline(always)]
+    fn divide(self, value: u64) -> u64 {
+        // The reciprocal is at most 2^64 / count and more than 1 below that at no time, so that the estimate is the
+        // quotient or one less; the remainder tells.
+        let estimate = ((u128::from(value) * u128::from(self.reciprocal)) >> 64) as u64;
+        let rest = value.wrapping_sub(estimate.wrapping_mul(self.count));
+        estimate + u64::from(rest >= self.count)
+    }
 }
 
 impl Accumulator for f32 {
@@ -215,9 +265,16 @@ impl Accumulator for f32 {
         nan_or(self, if self == other { equal } else { smaller })
     }
 
+    type Divisor = f32;
+
     #[inline(always)]
-    fn div(self, count: usize) -> Self {
-        self / count.max(1) as f32
+    fn divisor(count: usize) -> f32 {
+        count.max(1) as f32
+    }
+
+    #[inline(always)]
+    fn div(self, by: f32) -> Self {
+        self / by
     }
 }
 
@@ -346,7 +403,8 @@ impl Element for Fp16 {
     }
 }
 
-/// An 8-bit float with `E` exponent and `M` mantissa bits.
+/// An 8-bit float with `E` exponent and `M` mantissa bits. A set of instructions may have a shorter way for a
+/// block.
 pub(super) struct Float8<const E: u32, const M: u32>;
 
 impl<const E: u32, const M: u32> Element for Float8<E, M> {
@@ -362,5 +420,17 @@ impl<const E: u32, const M: u32> Element for Float8<E, M> {
     #[inline(always)]
     fn encode(acc: f32) -> u8 {
         encode_small::<E, M>(acc) as u8
+    }
+
+    #[inline(always)]
+    unsafe fn decode_block<I: Isa, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        // SAFETY: the caller vouches for the instructions of `I`.
+        unsafe { I::widen_fp8::<E, M, B>(raw) }
+    }
+
+    #[inline(always)]
+    unsafe fn encode_block<I: Isa, const B: usize>(acc: &[f32; B]) -> [u8; B] {
+        // SAFETY: the caller vouches for the instructions of `I`.
+        unsafe { I::narrow_fp8::<E, M, B>(acc) }
     }
 }

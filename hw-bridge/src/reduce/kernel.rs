@@ -4,12 +4,12 @@
 //! loaded into a local array, folded, and stored, so each source is read once and `dst` is written once. Because a
 //! block is loaded whole before it is stored, `dst` may be one of the sources, and the compiler needs no overlap check
 //! to vectorise. The body is inlined into one function per instruction set, where the compiler has those instructions
-//! at its disposal; the only intrinsics are the conversions of halves.
+//! at its disposal; the only intrinsics are the conversions of halves and of 8-bit floats.
 //!
 //! What remains after the last whole block is done in smaller blocks by the same code, so the result for an element
 //! does not depend on where it stands.
 
-use super::element::{Avg, Bf16, Element, Float8, Fp16, Fp32, Max, Min, Operation, Prod, Sum};
+use super::element::{Accumulator, Avg, Bf16, Element, Float8, Fp16, Fp32, Max, Min, Operation, Prod, Sum};
 use crate::dtype::{DataType, ReduceOp, decode_small, encode_small};
 
 /// Folds `count` elements of every source into `dst`; the last argument is the divisor of an average.
@@ -17,6 +17,13 @@ use crate::dtype::{DataType, ReduceOp, decode_small, encode_small};
 /// # Safety
 /// The contract of [`reduce`](super::reduce), and the processor has the instructions the kernel was compiled for.
 pub(super) type Kernel = unsafe fn(*mut u8, &[*const u8], usize, usize);
+
+/// Sums `count` elements of every source into `dst`, each source times its scale.
+///
+/// # Safety
+/// The contract of [`reduce_scaled`](super::reduce_scaled), and the processor has the instructions the kernel was
+/// compiled for.
+pub(super) type ScaledKernel = unsafe fn(*mut u8, &[*const u8], &[f32], usize);
 
 /// An instruction set that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +81,48 @@ impl Level {
             Level::Avx512 => avx512::kernel(op, dtype),
         }
     }
+
+    /// The kernel of the pre-scaled sum of one type; `None` for integers. Only a supported level's kernel may be called.
+    #[inline]
+    pub(super) fn scaled_kernel(self, dtype: DataType) -> Option<ScaledKernel> {
+        match self {
+            Level::Portable => portable::scaled_kernel(dtype),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => avx2::scaled_kernel(dtype),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => avx512::scaled_kernel(dtype),
+        }
+    }
+}
+
+/// What becomes of a source's elements before they are folded.
+trait Terms<A>: Copy {
+    /// Applied to a block of source number `source`.
+    fn apply<const B: usize>(self, source: usize, values: &mut [A; B]);
+}
+
+/// Elements as they are.
+#[derive(Clone, Copy)]
+struct Plain;
+
+impl<A> Terms<A> for Plain {
+    #[inline(always)]
+    fn apply<const B: usize>(self, _: usize, _: &mut [A; B]) {}
+}
+
+/// Source i times scale i; a source without a scale stays as it is.
+#[derive(Clone, Copy)]
+struct Scaled<'a>(&'a [f32]);
+
+impl Terms<f32> for Scaled<'_> {
+    #[inline(always)]
+    fn apply<const B: usize>(self, source: usize, values: &mut [f32; B]) {
+        if let Some(scale) = self.0.get(source).copied() {
+            for value in values {
+                *value *= scale;
+            }
+        }
+    }
 }
 
 /// What differs between instruction sets beyond what the compiler does by itself.
@@ -106,6 +155,32 @@ pub(super) trait Isa {
         }
         raw
     }
+
+    /// Converts 8-bit floats of `E` exponent and `M` mantissa bits to f32, exactly.
+    ///
+    /// # Safety
+    /// The processor has the instructions of this set.
+    #[inline(always)]
+    unsafe fn widen_fp8<const E: u32, const M: u32, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        let mut values = [0.0; B];
+        for i in 0..B {
+            values[i] = decode_small::<E, M>(u32::from(raw[i]));
+        }
+        values
+    }
+
+    /// Converts f32 to 8-bit floats: to nearest even, NaNs to the canonical NaN.
+    ///
+    /// # Safety
+    /// The processor has the instructions of this set.
+    #[inline(always)]
+    unsafe fn narrow_fp8<const E: u32, const M: u32, const B: usize>(values: &[f32; B]) -> [u8; B] {
+        let mut raw = [0; B];
+        for i in 0..B {
+            raw[i] = encode_small::<E, M>(values[i]) as u8;
+        }
+        raw
+    }
 }
 
 /// Elements of a large block: for f32, four registers of AVX-512 or eight of AVX2.
@@ -116,42 +191,47 @@ const SMALL: usize = 8;
 /// # Safety
 /// The contract of [`reduce`](super::reduce), and the processor has the instructions of `I`.
 #[inline(always)]
-unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const u8], count: usize, divisor: usize) {
+unsafe fn run<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>>(
+    dst: *mut u8,
+    sources: &[*const u8],
+    terms: S,
+    count: usize,
+    divisor: usize,
+) {
+    let divisor = T::Acc::divisor(divisor);
     let size = size_of::<T::Raw>();
     let mut done = 0;
     // SAFETY: `done + block <= count` before each block, so a block lies inside `dst` and every source.
     unsafe {
-        if T::COSTLY {
-            while done < count {
-                let valid = LARGE.min(count - done);
-                block::<T, O, I, LARGE>(dst, sources, done * size, valid, divisor);
-                done += valid;
-            }
-            return;
-        }
         match *sources {
             // The copy of the two pointers is what lets the compiler unroll the loop over the sources and keep a block
             // in registers. With more sources the local array, in the first-level cache, keeps up with memory.
             [a, b] if I::PAIRS => {
                 let pair = [a, b];
                 while count - done >= LARGE {
-                    block::<T, O, I, LARGE>(dst, &pair, done * size, LARGE, divisor);
+                    block::<T, O, I, S, LARGE>(dst, &pair, terms, done * size, LARGE, divisor);
                     done += LARGE;
                 }
             }
             _ => {
                 while count - done >= LARGE {
-                    block::<T, O, I, LARGE>(dst, sources, done * size, LARGE, divisor);
+                    block::<T, O, I, S, LARGE>(dst, sources, terms, done * size, LARGE, divisor);
                     done += LARGE;
                 }
             }
         }
+        if T::COSTLY {
+            if done < count {
+                block::<T, O, I, S, LARGE>(dst, sources, terms, done * size, count - done, divisor);
+            }
+            return;
+        }
         while count - done >= SMALL {
-            block::<T, O, I, SMALL>(dst, sources, done * size, SMALL, divisor);
+            block::<T, O, I, S, SMALL>(dst, sources, terms, done * size, SMALL, divisor);
             done += SMALL;
         }
         while count - done >= 1 {
-            block::<T, O, I, 1>(dst, sources, done * size, 1, divisor);
+            block::<T, O, I, S, 1>(dst, sources, terms, done * size, 1, divisor);
             done += 1;
         }
     }
@@ -162,12 +242,13 @@ unsafe fn run<T: Element, O: Operation, I: Isa>(dst: *mut u8, sources: &[*const 
 /// # Safety
 /// As [`run`], and `valid`, at most `B`, elements lie inside `dst` and every source.
 #[inline(always)]
-unsafe fn block<T: Element, O: Operation, I: Isa, const B: usize>(
+unsafe fn block<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>, const B: usize>(
     dst: *mut u8,
     sources: &[*const u8],
+    terms: S,
     offset: usize,
     valid: usize,
-    divisor: usize,
+    divisor: <T::Acc as Accumulator>::Divisor,
 ) {
     let Some((&first, others)) = sources.split_first() else {
         return;
@@ -176,8 +257,10 @@ unsafe fn block<T: Element, O: Operation, I: Isa, const B: usize>(
     // `I`; every load of the block comes before its store, so that `dst` may be a source.
     unsafe {
         let mut acc = T::decode_block::<I, B>(&load(first.add(offset), valid));
-        for source in others {
-            let next = T::decode_block::<I, B>(&load(source.add(offset), valid));
+        terms.apply(0, &mut acc);
+        for (i, source) in others.iter().enumerate() {
+            let mut next = T::decode_block::<I, B>(&load(source.add(offset), valid));
+            terms.apply(i + 1, &mut next);
             for i in 0..B {
                 acc[i] = O::fold(acc[i], next[i]);
             }
@@ -237,12 +320,24 @@ macro_rules! level {
                 divisor: usize,
             ) {
                 // SAFETY: the caller's contract, passed on; the features named above are those of the Isa.
-                unsafe { run::<T, O, super::$isa>(dst, sources, count, divisor) }
+                unsafe { run::<T, O, super::$isa, Plain>(dst, sources, Plain, count, divisor) }
+            }
+
+            $(#[$features])?
+            unsafe fn scaled<T: Element<Acc = f32>>(
+                dst: *mut u8,
+                sources: &[*const u8],
+                scales: &[f32],
+                count: usize,
+            ) {
+                // SAFETY: the caller's contract, passed on; the features named above are those of the Isa.
+                unsafe { run::<T, Sum, super::$isa, Scaled<'_>>(dst, sources, Scaled(scales), count, 1) }
             }
 
             fn of<T: Element>(op: ReduceOp) -> Kernel {
                 match op {
-                    ReduceOp::Sum => compiled::<T, Sum>,
+                    // Without scales all of them are one.
+                    ReduceOp::Sum | ReduceOp::PreMulSum => compiled::<T, Sum>,
                     ReduceOp::Prod => compiled::<T, Prod>,
                     ReduceOp::Max => compiled::<T, Max>,
                     ReduceOp::Min => compiled::<T, Min>,
@@ -267,6 +362,19 @@ macro_rules! level {
                     DataType::Fp8E4 => of::<Float8<4, 3>>(op),
                     DataType::Fp8E5 => of::<Float8<5, 2>>(op),
                 }
+            }
+
+            pub(super) fn scaled_kernel(dtype: DataType) -> Option<ScaledKernel> {
+                let kernel: ScaledKernel = match dtype {
+                    DataType::Fp32 | DataType::Fp32r => scaled::<Fp32>,
+                    DataType::Bf16 => scaled::<Bf16>,
+                    DataType::Fp16 => scaled::<Fp16>,
+                    DataType::Fp8E3 => scaled::<Float8<3, 4>>,
+                    DataType::Fp8E4 => scaled::<Float8<4, 3>>,
+                    DataType::Fp8E5 => scaled::<Float8<5, 2>>,
+                    _ => return None,
+                };
+                Some(kernel)
             }
         }
     };
@@ -318,12 +426,24 @@ impl Isa for Avx512 {
         // SAFETY: the caller has AVX-512F, AVX2 and F16C, which is what this Isa stands for.
         unsafe { if B.is_multiple_of(16) { halves::narrow_by_16(values) } else { halves::narrow_by_8(values) } }
     }
+
+    #[inline(always)]
+    unsafe fn widen_fp8<const E: u32, const M: u32, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        // SAFETY: the caller has AVX-512 F and BW, which is part of what this Isa stands for.
+        unsafe { halves::widen_fp8_by_32::<E, M, B>(raw) }
+    }
+
+    #[inline(always)]
+    unsafe fn narrow_fp8<const E: u32, const M: u32, const B: usize>(values: &[f32; B]) -> [u8; B] {
+        // SAFETY: the caller has AVX-512 F and BW, which is part of what this Isa stands for.
+        unsafe { halves::narrow_fp8_by_32::<E, M, B>(values) }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
 level!(avx512, Avx512, #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")]);
 
-/// The conversion instructions for halves. They honour subnormals whatever the control register says, and round to
+/// The conversion instructions for halves, and 8-bit floats by way of them. They honour subnormals whatever the control register says, and round to
 /// nearest even as asked in the instruction itself. Blocks that are no multiple of a register fall back to arithmetic.
 #[cfg(target_arch = "x86_64")]
 mod halves {
@@ -399,6 +519,95 @@ mod halves {
                 let v = _mm512_mask_mov_ps(v, _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v), nan);
                 let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v);
                 _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), halves);
+            }
+            raw
+        }
+    }
+
+    // An 8-bit float is a half with fewer bits: shifted into place it has its value times a power of two that makes up for
+    // the smaller bias, subnormals included. Only infinity and NaN must be told to the half.
+
+    /// What an 8-bit float's value is multiplied by when it is read as a half: 2^(bias − 15).
+    const fn shrink(exponent_bits: u32) -> f32 {
+        f32::from_bits((127 + (1 << (exponent_bits - 1)) - 1 - 15) << 23)
+    }
+
+    /// The code of +∞ of an 8-bit float.
+    const fn infinity(exponent_bits: u32, mantissa_bits: u32) -> i16 {
+        ((1 << exponent_bits) - 1) << mantissa_bits
+    }
+
+    /// # Safety
+    /// The processor has AVX-512 F and BW.
+    #[inline(always)]
+    pub(super) unsafe fn widen_fp8_by_32<const E: u32, const M: u32, const B: usize>(raw: &[u8; B]) -> [f32; B] {
+        // SAFETY: every access is at `i < B` with 32 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            if !B.is_multiple_of(32) {
+                return Portable::widen_fp8::<E, M, B>(raw);
+            }
+            let mut values = [0.0f32; B];
+            for i in (0..B).step_by(32) {
+                let code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(raw.as_ptr().add(i).cast()));
+                let magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7F));
+                let sign = _mm512_slli_epi16::<8>(_mm512_xor_si512(code, magnitude));
+                let special = _mm512_cmpge_epu16_mask(magnitude, _mm512_set1_epi16(infinity(E, M)));
+                let bits = _mm512_sllv_epi16(magnitude, _mm512_set1_epi16(10 - M as i16));
+                let bits = _mm512_or_si512(bits, _mm512_maskz_set1_epi16(special, 0x7C00));
+                let bits = _mm512_or_si512(bits, sign);
+                let mut low = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+                let mut high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64::<1>(bits));
+                if E < 5 {
+                    low = _mm512_mul_ps(low, _mm512_set1_ps(1.0 / shrink(E)));
+                    high = _mm512_mul_ps(high, _mm512_set1_ps(1.0 / shrink(E)));
+                }
+                _mm512_storeu_ps(values.as_mut_ptr().add(i), low);
+                _mm512_storeu_ps(values.as_mut_ptr().add(i + 16), high);
+            }
+            values
+        }
+    }
+
+    /// By way of a half that is rounded to odd: what is not exact gets an odd last bit. The half has so many bits more
+    /// than the 8-bit float that rounding it to nearest even gives what rounding the f32 at once would.
+    ///
+    /// # Safety
+    /// The processor has AVX-512 F and BW.
+    #[inline(always)]
+    pub(super) unsafe fn narrow_fp8_by_32<const E: u32, const M: u32, const B: usize>(values: &[f32; B]) -> [u8; B] {
+        // SAFETY: every access is at `i < B` with 32 elements to go, in arrays of `B`; the caller has the instructions.
+        unsafe {
+            if !B.is_multiple_of(32) {
+                return Portable::narrow_fp8::<E, M, B>(values);
+            }
+            let drop = 10 - M as i16;
+            let mut raw = [0u8; B];
+            for i in (0..B).step_by(32) {
+                let mut low = _mm512_loadu_ps(values.as_ptr().add(i));
+                let mut high = _mm512_loadu_ps(values.as_ptr().add(i + 16));
+                if E < 5 {
+                    low = _mm512_mul_ps(low, _mm512_set1_ps(shrink(E)));
+                    high = _mm512_mul_ps(high, _mm512_set1_ps(shrink(E)));
+                }
+                let low_half = _mm512_cvtps_ph::<{ _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC }>(low);
+                let high_half = _mm512_cvtps_ph::<{ _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC }>(high);
+                let inexact = u32::from(_mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(low, _mm512_cvtph_ps(low_half)))
+                    | u32::from(_mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(high, _mm512_cvtph_ps(high_half))) << 16;
+                let halves = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low_half), high_half);
+                let halves = _mm512_or_si512(halves, _mm512_maskz_set1_epi16(inexact, 1));
+                // To nearest even; a carry walks into the exponent as it should, and what is too large becomes infinite.
+                let magnitude = _mm512_and_si512(halves, _mm512_set1_epi16(0x7FFF));
+                let even =
+                    _mm512_and_si512(_mm512_srlv_epi16(magnitude, _mm512_set1_epi16(drop)), _mm512_set1_epi16(1));
+                let half_unit = _mm512_set1_epi16((1 << (drop - 1)) - 1);
+                let rounded = _mm512_add_epi16(_mm512_add_epi16(magnitude, half_unit), even);
+                let rounded = _mm512_srlv_epi16(rounded, _mm512_set1_epi16(drop));
+                let finite = _mm512_min_epu16(rounded, _mm512_set1_epi16(infinity(E, M)));
+                let sign = _mm512_and_si512(_mm512_srli_epi16::<8>(halves), _mm512_set1_epi16(0x80));
+                let nan = _mm512_cmpgt_epu16_mask(magnitude, _mm512_set1_epi16(0x7C00));
+                let canonical = _mm512_set1_epi16(infinity(E, M) | 1 << (M - 1));
+                let code = _mm512_mask_mov_epi16(_mm512_or_si512(finite, sign), nan, canonical);
+                _mm256_storeu_si256(raw.as_mut_ptr().add(i).cast(), _mm512_cvtepi16_epi8(code));
             }
             raw
         }

@@ -14,8 +14,11 @@
 //! * **max and min** of floats are IEEE 754-2019 `maximum` and `minimum`: a NaN wins, and −0 is less than +0.
 //! * **An average** of floats divides the f32 sum by the number of sources (a division, not a product with 1/n), before
 //!   the one rounding.
+//! * **A pre-scaled sum** multiplies each element by its source's f32 scale (a product rounded to f32), then sums as
+//!   above. There is none for integers.
 //! * **A NaN** in a result is the canonical one: positive, quiet, no payload (docs/decisions/0003-fp8-and-fp32r.md).
-//! * **One source** is a copy, whatever the operation: its bits are kept, NaN payloads included.
+//! * **One source** is a copy, whatever the operation: its bits are kept, NaN payloads included. Not so in a pre-scaled
+//!   sum, which multiplies and rounds it.
 //!
 //! Invariants:
 //! * The result of an element depends on the elements at its position only: not on the processor, the alignment, the
@@ -31,6 +34,8 @@
 //! | `kernel` | the loops, compiled per instruction set |
 //! | `copy` | plain and streaming copies |
 
+#[cfg(test)]
+mod bounds;
 mod copy;
 mod element;
 mod kernel;
@@ -79,6 +84,18 @@ pub unsafe fn reduce_nt(op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*co
     unsafe { reduce_nt_at(level(), op, dtype, dst, srcs, count) }
 }
 
+/// The sum over the sources, in their order, of source i times `scales[i]`, for the float types; a source without a scale
+/// is taken as it is. Everything is computed in f32, each product and each sum rounded, and the result rounded once to the
+/// type. An integer type has no such sum: `dst` is left alone (a sealed schedule never asks for it).
+///
+/// # Safety
+/// As [`reduce`].
+pub unsafe fn reduce_scaled(dtype: DataType, dst: *mut u8, srcs: &[*const u8], scales: &[f32], count: usize) {
+    debug_assert!(dtype.is_float());
+    // SAFETY: the caller's contract, and `level` is supported by this processor.
+    unsafe { reduce_scaled_at(level(), dtype, dst, srcs, scales, count) }
+}
+
 /// Divides `count` elements in place by `n`: the end of an average that was summed pairwise around a ring. Integers
 /// truncate toward zero; floats divide in f32 and round once. With `n` 0 or 1 nothing is touched.
 ///
@@ -100,22 +117,33 @@ pub unsafe fn scale_avg(dtype: DataType, dst: *mut u8, count: usize, n: usize) {
 /// number of elements. Nothing was written then.
 pub fn reduce_slices(op: ReduceOp, dtype: DataType, dst: &mut [u8], srcs: &[&[u8]]) -> Result<(), ReduceError> {
     let count = whole_elements(dtype, dst.len())?;
-    if srcs.is_empty() {
-        return Err(ReduceError::NoSources);
-    }
-    if srcs.len() > MAX_SOURCES {
-        return Err(ReduceError::TooManySources { given: srcs.len() });
-    }
-    let mut pointers = [std::ptr::null(); MAX_SOURCES];
-    for (index, source) in srcs.iter().enumerate() {
-        if source.len() != dst.len() {
-            return Err(ReduceError::LengthMismatch { index, given: source.len(), expected: dst.len() });
-        }
-        pointers[index] = source.as_ptr();
-    }
+    let pointers = pointers_of(srcs, dst.len())?;
     // SAFETY: 1 to MAX_SOURCES slices, each of `count` elements; `dst` is borrowed mutably, so that it overlaps none of
     // them and nobody else touches it, and shared borrows are not written meanwhile.
     unsafe { reduce(op, dtype, dst.as_mut_ptr(), &pointers[..srcs.len()], count) };
+    Ok(())
+}
+
+/// [`reduce_scaled`] over byte slices, for tests and references; one scale for each source.
+///
+/// # Errors
+/// As [`reduce_slices`], and [`ReduceError`] for an integer type or another number of scales. Nothing was written then.
+pub fn reduce_scaled_slices(
+    dtype: DataType,
+    dst: &mut [u8],
+    srcs: &[&[u8]],
+    scales: &[f32],
+) -> Result<(), ReduceError> {
+    let count = whole_elements(dtype, dst.len())?;
+    let pointers = pointers_of(srcs, dst.len())?;
+    if !dtype.is_float() {
+        return Err(ReduceError::ScaledIntegers { dtype });
+    }
+    if scales.len() != srcs.len() {
+        return Err(ReduceError::ScalesMismatch { given: scales.len(), expected: srcs.len() });
+    }
+    // SAFETY: as in `reduce_slices`.
+    unsafe { reduce_scaled(dtype, dst.as_mut_ptr(), &pointers[..srcs.len()], scales, count) };
     Ok(())
 }
 
@@ -160,6 +188,20 @@ pub enum ReduceError {
         /// The length of the destination in bytes.
         expected: usize,
     },
+    /// A pre-scaled sum of integers.
+    #[error("a pre-scaled sum of {dtype} was asked for, but scales are f32: use a float type, or scale beforehand")]
+    ScaledIntegers {
+        /// The type of the elements.
+        dtype: DataType,
+    },
+    /// Not one scale for each source.
+    #[error("{given} scales were given for {expected} sources of a pre-scaled sum: pass one for each")]
+    ScalesMismatch {
+        /// How many scales were given.
+        given: usize,
+        /// How many sources there are.
+        expected: usize,
+    },
     /// The destination ends inside an element.
     #[error(
         "the destination of a reduction is {bytes} bytes long, which is no whole number of {dtype} elements: \
@@ -171,6 +213,24 @@ pub enum ReduceError {
         /// The type of the elements.
         dtype: DataType,
     },
+}
+
+/// The sources as pointers: 1 to [`MAX_SOURCES`], each of `len` bytes.
+fn pointers_of(srcs: &[&[u8]], len: usize) -> Result<[*const u8; MAX_SOURCES], ReduceError> {
+    if srcs.is_empty() {
+        return Err(ReduceError::NoSources);
+    }
+    if srcs.len() > MAX_SOURCES {
+        return Err(ReduceError::TooManySources { given: srcs.len() });
+    }
+    let mut pointers = [std::ptr::null(); MAX_SOURCES];
+    for (index, source) in srcs.iter().enumerate() {
+        if source.len() != len {
+            return Err(ReduceError::LengthMismatch { index, given: source.len(), expected: len });
+        }
+        pointers[index] = source.as_ptr();
+    }
+    Ok(pointers)
 }
 
 fn whole_elements(dtype: DataType, bytes: usize) -> Result<usize, ReduceError> {
@@ -198,6 +258,23 @@ unsafe fn reduce_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, s
         [only] => unsafe { copy(dst, only, count * dtype.size()) },
         // SAFETY: the caller's contract.
         _ => unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) },
+    }
+}
+
+/// # Safety
+/// As [`reduce_scaled`], and the processor supports `level`.
+#[inline]
+unsafe fn reduce_scaled_at(
+    level: Level,
+    dtype: DataType,
+    dst: *mut u8,
+    srcs: &[*const u8],
+    scales: &[f32],
+    count: usize,
+) {
+    if let Some(kernel) = level.scaled_kernel(dtype).filter(|_| !srcs.is_empty()) {
+        // SAFETY: the caller's contract.
+        unsafe { kernel(dst, srcs, scales, count) }
     }
 }
 

@@ -9,7 +9,7 @@ use super::*;
 use crate::dtype::Fp8;
 
 /// Every level this machine can run; the portable one is always there.
-fn levels() -> Vec<Level> {
+pub(super) fn levels() -> Vec<Level> {
     Level::ALL.iter().copied().filter(|level| level.is_supported()).collect()
 }
 
@@ -121,7 +121,7 @@ fn extremum(op: ReduceOp, a: f32, b: f32) -> f32 {
 }
 
 /// What a reduction of the sources must give, averages being divided by `divisor`.
-fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -> Vec<u8> {
+pub(super) fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -> Vec<u8> {
     let size = dtype.size();
     let codec = Codec::new(dtype);
     let modulus = 1i128 << (8 * size);
@@ -136,7 +136,7 @@ fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -
             let value = bits
                 .map(|bits| codec.decode(bits))
                 .reduce(|a, b| match op {
-                    ReduceOp::Sum | ReduceOp::Avg => a + b,
+                    ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum => a + b,
                     ReduceOp::Prod => a * b,
                     ReduceOp::Max | ReduceOp::Min => extremum(op, a, b),
                 })
@@ -146,7 +146,7 @@ fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -
             let value = bits
                 .map(|bits| wrap(i128::from(bits)))
                 .reduce(|a, b| match op {
-                    ReduceOp::Sum | ReduceOp::Avg => a + b,
+                    ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum => a + b,
                     // Wrapped at every step, so that the product of 64-bit numbers stays below 2^127.
                     ReduceOp::Prod => {
                         wrap(((a.rem_euclid(modulus)) as u128).wrapping_mul(b.rem_euclid(modulus) as u128) as i128)
@@ -164,11 +164,32 @@ fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], divisor: usize) -
     result
 }
 
+/// What a pre-scaled sum must give: every product and every sum is one rounded f32.
+pub(super) fn scaled_reference(dtype: DataType, sources: &[&[u8]], scales: &[f32]) -> Vec<u8> {
+    let size = dtype.size();
+    let codec = Codec::new(dtype);
+    let mut result = Vec::new();
+    for at in (0..sources[0].len()).step_by(size) {
+        let products = sources.iter().zip(scales).map(|(source, scale)| {
+            let exact = f64::from(codec.decode(read_bits(&source[at..at + size]))) * f64::from(*scale);
+            // The product of two f32 is exact in f64; this is its one rounding.
+            exact as f32
+        });
+        let sum = products.reduce(|a, b| a + b).expect("a source");
+        result.extend_from_slice(&codec.encode(sum).to_le_bytes()[..size]);
+    }
+    result
+}
+
+fn float_types() -> impl Iterator<Item = DataType> {
+    DataType::ALL.into_iter().filter(|dtype| dtype.is_float())
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Inputs and buffers
 
 /// A small generator (xorshift64*), so that a failure can be repeated.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
     fn next(&mut self) -> u64 {
@@ -179,7 +200,7 @@ impl Random {
     }
 
     /// `count` elements: a third any bits, a third numbers of similar size, a third special values.
-    fn elements(&mut self, dtype: DataType, count: usize) -> Vec<u8> {
+    pub(super) fn elements(&mut self, dtype: DataType, count: usize) -> Vec<u8> {
         // One, and the smallest infinity, of each float.
         let (one, infinity) = match dtype {
             DataType::Fp32 | DataType::Fp32r => (0x3F80_0000, 0x7F80_0000),
@@ -242,7 +263,7 @@ impl Guarded {
     }
 }
 
-fn slices(buffers: &[Vec<u8>]) -> Vec<&[u8]> {
+pub(super) fn slices(buffers: &[Vec<u8>]) -> Vec<&[u8]> {
     buffers.iter().map(Vec::as_slice).collect()
 }
 
@@ -255,7 +276,7 @@ fn expected(op: ReduceOp, dtype: DataType, sources: &[Vec<u8>]) -> Vec<u8> {
     if let [only] = sources { only.clone() } else { reference(op, dtype, &slices(sources), sources.len()) }
 }
 
-fn every_type_and_op() -> impl Iterator<Item = (DataType, ReduceOp)> {
+pub(super) fn every_type_and_op() -> impl Iterator<Item = (DataType, ReduceOp)> {
     DataType::ALL.into_iter().flat_map(|dtype| ReduceOp::ALL.into_iter().map(move |op| (dtype, op)))
 }
 
@@ -485,6 +506,115 @@ fn the_documented_semantics_by_example() {
     assert_eq!(run(ReduceOp::Avg, DataType::Fp32, [payload]), payload);
 }
 
+/// Scales that round, vanish, overflow, change signs, and are no numbers.
+const SCALES: [f32; 16] = [
+    0.1,
+    -3.0,
+    1.0,
+    1.0 / 3.0,
+    0.0,
+    -0.0,
+    65504.0,
+    1e-30,
+    f32::MAX,
+    -1.0,
+    f32::INFINITY,
+    f32::NAN,
+    0.5,
+    f32::MIN_POSITIVE,
+    f32::from_bits(1),
+    -7.25,
+];
+
+/// Each float type and level; 1 to 16 sources and 64; each count from 0 to 200; nothing written beside `dst`.
+#[test]
+fn pre_scaled_sums_match_the_reference() {
+    let mut random = Random(8);
+    for dtype in float_types() {
+        for n in (1..=16).chain([MAX_SOURCES]) {
+            let sources: Vec<_> = (0..n).map(|_| random.elements(dtype, 200)).collect();
+            // Rotated, and without the ones that spoil everything in two of three cases.
+            let tame = |at: usize| SCALES[[0, 1, 3, 12, 15, 2, 9][at % 7]];
+            let wild = |at: usize| SCALES[at % SCALES.len()];
+            let scales: Vec<f32> = (0..n).map(|i| if n % 3 == 0 { wild(i + n) } else { tame(i + n) }).collect();
+            let expected = scaled_reference(dtype, &slices(&sources), &scales);
+            let pointers = pointers(&sources);
+            for level in levels() {
+                for count in (0..=200).step_by(if n <= 5 { 1 } else { 7 }) {
+                    let len = count * dtype.size();
+                    let mut dst = Guarded::new(&vec![0; len], n % 16);
+                    // SAFETY: `n` sources of 200 elements, a destination of `count`, all apart; the level is supported.
+                    unsafe { reduce_scaled_at(level, dtype, dst.as_mut_ptr(), &pointers, &scales, count) };
+                    assert_eq!(dst.content(), &expected[..len], "{level:?} {dtype} n={n} count={count} {scales:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_pre_scaled_sum_may_be_in_place_with_any_source() {
+    let mut random = Random(9);
+    for dtype in float_types() {
+        for n in 1..=5usize {
+            let sources: Vec<_> = (0..n).map(|_| random.elements(dtype, 203)).collect();
+            let scales = [0.3f32, -2.0, 5.5, 1.0, 0.7];
+            let expected = scaled_reference(dtype, &slices(&sources), &scales[..n]);
+            for (level, at) in levels().into_iter().flat_map(|level| (0..n).map(move |at| (level, at))) {
+                let mut dst = Guarded::new(&sources[at], at);
+                let mut pointers = pointers(&sources);
+                pointers[at] = dst.as_mut_ptr();
+                // SAFETY: buffers of 203 elements; `dst` is equal to one of them and apart from the others.
+                unsafe { reduce_scaled_at(level, dtype, dst.as_mut_ptr(), &pointers, &scales[..n], 203) };
+                assert_eq!(dst.content(), expected, "{level:?} {dtype} n={n} at={at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn pre_scaled_sums_by_example() {
+    fn sum<const N: usize>(dtype: DataType, sources: [&[u8]; N], scales: [f32; N]) -> Vec<u8> {
+        let mut dst = vec![0; sources[0].len()];
+        reduce_scaled_slices(dtype, &mut dst, &sources, &scales).expect("well-formed");
+        dst
+    }
+    let fp32 = |a: f32, b: f32, scales| {
+        let sum = sum(DataType::Fp32, [&a.to_le_bytes(), &b.to_le_bytes()], scales);
+        f32::from_le_bytes(sum.try_into().expect("four bytes"))
+    };
+    assert_eq!(fp32(3.0, 5.0, [0.5, -2.0]), -8.5);
+    // Not fused: the product of (1 + e)(1 - e) rounds to 1 before 1 is taken away.
+    let e = 2f32.powi(-13);
+    assert_eq!(fp32(1.0 + e, -1.0, [1.0 - e, 1.0]), 0.0);
+    // The product is one of f32, so it overflows even if the sum would not.
+    assert_eq!(fp32(f32::MAX, f32::MAX, [2.0, -1.0]), f32::INFINITY);
+    // Nothing times infinity is no number, and that is the canonical one.
+    assert_eq!(fp32(0.0, 1.0, [f32::INFINITY, 1.0]).to_bits(), 0x7FC0_0000);
+    // One source is multiplied, rounded once, and its NaN made canonical; it is no copy.
+    let bf = |value: f32| bf16::from_f32(value).to_le_bytes();
+    assert_eq!(sum(DataType::Bf16, [&bf(3.0)], [1.0 / 3.0]), bf(1.0));
+    assert_eq!(sum(DataType::Fp32, [&0xFF80_0001u32.to_le_bytes()], [1.0]), 0x7FC0_0000u32.to_le_bytes());
+    // Rounded once at the end: 256 + 0.5 · 2 + 0.5 · 2 is 258 in bf16.
+    assert_eq!(sum(DataType::Bf16, [&bf(256.0), &bf(2.0), &bf(2.0)], [1.0, 0.5, 0.5]), bf(258.0));
+    // The fp8 passes its range on the way.
+    let e4 = |value: f32| [Fp8::E4.encode(value)];
+    assert_eq!(sum(DataType::Fp8E4, [&e4(240.0), &e4(240.0)], [3.0, -2.5]), e4(120.0));
+
+    let mut dst = [7u8; 8];
+    let eight = [1u8; 8];
+    let integers = ReduceError::ScaledIntegers { dtype: DataType::Int32 };
+    assert_eq!(reduce_scaled_slices(DataType::Int32, &mut dst, &[&eight], &[1.0]), Err(integers));
+    let scales = ReduceError::ScalesMismatch { given: 1, expected: 2 };
+    assert_eq!(reduce_scaled_slices(DataType::Fp32, &mut dst, &[&eight, &eight], &[1.0]), Err(scales));
+    assert_eq!(reduce_scaled_slices(DataType::Fp32, &mut dst, &[], &[]), Err(ReduceError::NoSources));
+    assert!(integers.to_string().contains("int32"), "{integers}");
+    assert_eq!(dst, [7; 8]);
+    // SAFETY: no source is tolerated.
+    unsafe { reduce_scaled(DataType::Fp32, dst.as_mut_ptr(), &[], &[], 2) };
+    assert_eq!(dst, [7; 8]);
+}
+
 #[test]
 fn slices_that_make_no_sense_are_refused_and_dst_is_left_alone() {
     let mut dst = [7u8; 8];
@@ -583,6 +713,35 @@ proptest! {
             // SAFETY: as above.
             unsafe { reduce(op, dtype, dst.as_mut_ptr(), &pointers, count) };
             prop_assert_eq!(&dst, &expected, "dispatched {} {}", op, dtype);
+        }
+    }
+
+    /// The same of pre-scaled sums; with scales of one they are plain sums.
+    #[test]
+    fn all_levels_agree_on_pre_scaled_sums(
+        words in prop::collection::vec(any::<[u64; 4]>(), 1..70),
+        scales in any::<[u32; 4]>(),
+        small: bool,
+        n in 1usize..=4,
+    ) {
+        let sources: Vec<Vec<u8>> =
+            (0..n).map(|i| words.iter().flat_map(|word| word[i].to_le_bytes()).collect()).collect();
+        // Any bits, or numbers of moderate size.
+        let scales = scales.map(|bits| f32::from_bits(if small { bits & 0x80FF_FFFF | 0x3F00_0000 } else { bits }));
+        for dtype in float_types() {
+            let (count, pointers) = (words.len() * 8 / dtype.size(), pointers(&sources));
+            let expected = scaled_reference(dtype, &slices(&sources), &scales[..n]);
+            let mut dst = vec![0; words.len() * 8];
+            for level in levels() {
+                // SAFETY: buffers of `count` elements, all apart; the level is supported.
+                unsafe { reduce_scaled_at(level, dtype, dst.as_mut_ptr(), &pointers, &scales[..n], count) };
+                prop_assert_eq!(&dst, &expected, "{:?} {} {:?}", level, dtype, scales);
+            }
+            if n > 1 {
+                // SAFETY: as above.
+                unsafe { reduce_scaled(dtype, dst.as_mut_ptr(), &pointers, &[1.0; 4][..n], count) };
+                prop_assert_eq!(&dst, &reference(ReduceOp::Sum, dtype, &slices(&sources), n), "{}", dtype);
+            }
         }
     }
 }

@@ -1,0 +1,275 @@
+//! Counted: in the steady state a collective allocates nothing and calls no component, and each rank moves as many bytes as
+//! the algorithm's theory says.
+//!
+//! The allocator of this binary counts for each thread by itself, so that what the test harness does elsewhere does not
+//! matter.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use common::{config, world};
+use host_runtime::enc::Algorithm;
+use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
+use host_runtime::{DataType, ReduceOp};
+use hw_bridge::limits::STAGE_BYTES;
+use hw_bridge::peers::Op;
+
+thread_local! {
+    // Neither lazily made nor dropped, so that the allocator may use it at any time.
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every call is passed on to the system's allocator as it is; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|n| n.set(n.get() + 1));
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        ALLOCATIONS.with(|n| n.set(n.get() + 1));
+        // SAFETY: the caller's contract.
+        unsafe { System.realloc(ptr, layout, new_size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn allocations() -> u64 {
+    ALLOCATIONS.with(Cell::get)
+}
+
+#[test]
+fn the_allocator_counts_this_thread() {
+    let before = allocations();
+    drop(std::hint::black_box(Box::new(5u64)));
+    assert_eq!(allocations(), before + 1);
+    std::thread::spawn(|| drop(std::hint::black_box(vec![1u8; 100]))).join().unwrap();
+    let after = allocations();
+    assert!(after >= before + 1);
+    assert_eq!(allocations(), after);
+}
+
+/// Buffers of a rank, in both memories.
+struct Buffers {
+    a: Tensor,
+    b: Tensor,
+    src: Vec<u8>,
+    dst: Vec<u8>,
+}
+
+impl Buffers {
+    fn new(comm: &Communicator, bytes: usize) -> Buffers {
+        let tensor = || comm.tensor(bytes as u64).unwrap();
+        Buffers { a: tensor(), b: tensor(), src: vec![0; bytes], dst: vec![0; bytes] }
+    }
+
+    /// Buffers as a call wants them: `src_len` and `dst_len` are for private memory, whose in-place form is one buffer.
+    /// In device memory, in place, the block of `rank` is where the collective wants it.
+    fn io(&mut self, op: Op, device: bool, in_place: bool, rank: usize, block: usize, n: usize) -> Io<'_> {
+        let at = (rank * block) as u64;
+        match (device, in_place) {
+            (true, false) => Io::device(&self.a, &self.b),
+            (true, true) => match op {
+                Op::AllGather => Io::Device { src: (&self.a, at), dst: (&self.a, 0) },
+                Op::ReduceScatter => Io::Device { src: (&self.a, 0), dst: (&self.a, at) },
+                _ => Io::in_place(&self.a),
+            },
+            (false, false) => Io::Host { src: &self.src, dst: &mut self.dst },
+            (false, true) => {
+                let wide = matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll);
+                Io::HostInPlace(&mut self.dst[..if wide { n * block } else { block }])
+            }
+        }
+    }
+}
+
+/// Calls `op` on fp32; root 1, or the ring's neighbours for send_recv.
+fn run(comm: &mut Communicator, io: Io<'_>, op: Op, count: usize) {
+    let (rank, n, c, dtype) = (comm.rank(), comm.nranks(), count as u64, DataType::Fp32);
+    match op {
+        Op::AllReduce => comm.all_reduce(io, c, dtype, ReduceOp::Sum),
+        Op::AllGather => comm.all_gather(io, c, dtype),
+        Op::ReduceScatter => comm.reduce_scatter(io, c, dtype, ReduceOp::Sum),
+        Op::Broadcast => comm.broadcast(io, c, dtype, 1),
+        Op::Reduce => comm.reduce(io, c, dtype, ReduceOp::Sum, 1),
+        Op::AllToAll => comm.all_to_all(io, c, dtype),
+        Op::SendRecv => {
+            comm.send_recv(io, c, dtype, Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) })
+        }
+        Op::Barrier => comm.barrier(),
+    }
+    .unwrap();
+}
+
+/// After a warm-up 10,000 mixed collectives on each rank: no allocation on any rank's thread, no component call.
+#[test]
+fn nothing_is_allocated_and_no_component_called_in_the_steady_state() {
+    for n in [2usize, 3] {
+        world(n, &config(), move |mut comm| {
+            let rank = comm.rank();
+            // From the inside of a record to several staging pieces.
+            let counts = [1usize, 8, 9, 500, 3001, 20_000, 300_001];
+            let mut buffers = Buffers::new(&comm, 300_001 * 4 * n);
+            let runtime = comm.runtime().clone();
+            // Device or private, in place or not.
+            let mixed: Vec<(Op, bool, bool, usize)> = Op::ALL
+                .into_iter()
+                .flat_map(|op| [(true, false), (true, true), (false, false), (false, true)].map(|m| (op, m.0, m.1)))
+                .filter(|(op, _, in_place)| !in_place || *op != Op::SendRecv)
+                .flat_map(|(op, device, in_place)| counts.map(|count| (op, device, in_place, count)))
+                .collect();
+            let one = |comm: &mut Communicator, buffers: &mut Buffers, i: usize| {
+                let (op, device, in_place, count) = mixed[i % mixed.len()];
+                run(comm, buffers.io(op, device, in_place, rank, count * 4, n), op, count);
+                // Large ones are few among the 10,000, for time; a step that visits all in turn.
+                let scale = if count < 100_000 { 1.0 } else { 0.5 };
+                let io = buffers.io(Op::AllReduce, device, true, rank, 64, n);
+                comm.all_reduce_scaled(io, 16, DataType::Fp32, scale).unwrap();
+            };
+            for i in 0..mixed.len() {
+                one(&mut comm, &mut buffers, i);
+            }
+            comm.barrier().unwrap();
+            let (before, calls, ops) = (allocations(), runtime.component_calls(), comm.counters().ops);
+            for i in 0..5000 {
+                // A stride that is prime to the list: neighbours in time differ in kind.
+                one(&mut comm, &mut buffers, i * 101);
+            }
+            let (allocated, called) = (allocations() - before, runtime.component_calls() - calls);
+            assert_eq!(comm.counters().ops - ops, 10_000);
+            assert_eq!((allocated, called), (0, 0), "allocations and component calls of rank {rank} of {n}");
+        });
+    }
+}
+
+/// Elements of part `i` of `n` of `count`.
+fn part(count: usize, n: usize, i: usize) -> usize {
+    count / n + usize::from(i < count % n)
+}
+
+/// Bytes (copied, read as sources of reductions) by one rank. `b` is the bytes of a block: of the vector (all_reduce,
+/// broadcast, reduce, send_recv), of one rank's share (the others).
+///
+/// Where the formulae come from: each algorithm's description in `host_runtime::enc`; what each rank must at least read
+/// and write of an operation is in Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
+/// MPICH" (2005), section 4.
+fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_place: bool) -> (usize, usize) {
+    let b = count * 4;
+    let own = if in_place { 0 } else { b };
+    let root = rank == 1;
+    match algorithm {
+        // The contribution is copied beside the record once; every reader takes it from there.
+        Algorithm::OneHop => match op {
+            Op::AllReduce => (b, n * b),
+            Op::ReduceScatter => (n * b, n * b),
+            Op::AllGather => (b + n * b, 0),
+            Op::AllToAll => (n * b + n * b, 0),
+            Op::Broadcast => (b + if root { own } else { 0 }, 0),
+            Op::Reduce => {
+                if root {
+                    (0, n * b)
+                } else {
+                    (b, 0)
+                }
+            }
+            Op::SendRecv => (b + b, 0),
+            Op::Barrier => (0, 0),
+        },
+        // Reads where the peers' tensors lie, writes where results must end: the minimum, since no byte is staged.
+        Algorithm::Mesh => match op {
+            // 1/n of the vector: reduced from n inputs, written to n − 1 others.
+            Op::AllReduce => ((n - 1) * part(count, n, rank) * 4, n * part(count, n, rank) * 4),
+            Op::Reduce => (0, n * part(count, n, rank) * 4),
+            Op::ReduceScatter => (0, n * b),
+            Op::AllGather => ((n - 1) * b + own, 0),
+            // Of every pair the lower rank exchanges two blocks.
+            Op::AllToAll => (if in_place { (n - 1 - rank) * 2 * b } else { n * b }, 0),
+            Op::Broadcast => (if root { own } else { b }, 0),
+            Op::SendRecv => (b, 0),
+            Op::Barrier => (0, 0),
+        },
+        // n − 1 steps of one n-th each, twice: 2(n − 1)/n of the vector passes each rank, the first half of it reduced
+        // with the rank's own input (two sources).
+        Algorithm::Ring => match op {
+            Op::AllReduce => ((n - 1) * b / n, 2 * (n - 1) * b / n),
+            Op::AllGather => ((n - 1) * b + own, 0),
+            other => panic!("no ring for {}", other.name()),
+        },
+        // What others read of a rank is staged once.
+        Algorithm::Staged => match op {
+            Op::AllReduce if n == 2 => (b, 2 * b),
+            // Of each piece an n-th is reduced; the rest is staged before and copied out after, the n-th staged after.
+            Op::AllReduce => {
+                let piece = STAGE_BYTES / 2 / 4;
+                let mine: usize = (0..count).step_by(piece).map(|at| part(piece.min(count - at), n, rank) * 4).sum();
+                ((b - mine) + mine + (b - mine), n * mine)
+            }
+            Op::AllGather => (b + (n - 1) * b + own, 0),
+            Op::ReduceScatter => (n * b, n * b),
+            Op::AllToAll => (n * b + n * b, 0),
+            Op::Broadcast => (b + if root { own } else { 0 }, 0),
+            Op::Reduce => {
+                if root {
+                    (0, n * b)
+                } else {
+                    (b, 0)
+                }
+            }
+            Op::SendRecv => (b + b, 0),
+            Op::Barrier => (0, 0),
+        },
+    }
+}
+
+/// Every collective in every algorithm that serves it, in place and not.
+#[test]
+fn each_rank_moves_the_bytes_of_the_theory() {
+    for algorithm in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged] {
+        for n in [2usize, 3, 4, 5] {
+            let forced = RuntimeConfig { algorithm: Some(algorithm), ..config() };
+            world(n, &forced, move |mut comm| {
+                let (rank, lanes) = (comm.rank(), comm.rings().len().clamp(1, 4));
+                // The ring's formula wants parts that are all alike; the largest has several staging pieces.
+                let counts = match algorithm {
+                    Algorithm::OneHop => vec![1, 7, 401],
+                    Algorithm::Ring => vec![n * lanes, 77 * n * lanes, 20_000 * n * lanes],
+                    _ => vec![1, 3001, 300_001],
+                };
+                let mut buffers = Buffers::new(&comm, counts[2] * 4 * n);
+                for op in Op::ALL {
+                    let served = algorithm != Algorithm::Ring || matches!(op, Op::AllReduce | Op::AllGather);
+                    for (count, in_place) in counts.iter().flat_map(|c| [(*c, false), (*c, true)]) {
+                        let device =
+                            algorithm != Algorithm::Staged && (algorithm != Algorithm::OneHop || count % 2 == 1);
+                        if !served || in_place && op == Op::SendRecv {
+                            continue;
+                        }
+                        let before = comm.counters();
+                        run(&mut comm, buffers.io(op, device, in_place, rank, count * 4, n), op, count);
+                        let after = comm.counters();
+                        let moved = (after.copied - before.copied, after.reduced - before.reduced);
+                        let (copied, reduced) = theory(algorithm, op, rank, n, count, in_place);
+                        assert_eq!(
+                            moved,
+                            (copied as u64, reduced as u64),
+                            "bytes copied and reduced: {algorithm:?} {} count {count} in place {in_place}, rank {rank} of {n}",
+                            op.name()
+                        );
+                    }
+                }
+            });
+        }
+    }
+}
