@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use host_runtime::limits::{Limits, MAX_PLUGIN_BYTES, MAX_SCHEDULES};
+use host_runtime::limits::{Limits, MAX_PLUGIN_BYTES, MAX_SCHEDULES, ONE_HOP_MAX};
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 
 use crate::size;
@@ -94,7 +94,9 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     }
     rows.push(("net plugin", config.net_plugin.as_ref().map_or("none".into(), |p| p.display().to_string())));
     rows.push(("algorithm", config.algorithm.map_or("by size".into(), |a| format!("{}, forced", a.name()))));
-    rows.push(("one hop up to", format!("{} bytes of a rank", config.one_hop_max)));
+    rows.push(("one hop up to", format!("{} bytes of a rank", config.one_hop_max.unwrap_or(ONE_HOP_MAX))));
+    let table = config.table.as_ref().map_or("none".into(), |t| format!("{} rows, {:08x}", t.rows().len(), t.digest()));
+    rows.push(("choice table", table));
     rows.push(("deadline of a call", format!("{:?}", config.timeout)));
     head("Collectives plugin", rows);
 

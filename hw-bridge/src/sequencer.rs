@@ -857,7 +857,8 @@ impl Endpoint {
         }
         if p.control.aside(seq).digest != self.digest {
             let (rank, mine) = (self.rank, s.header.to_string());
-            let theirs = format!("{mine} after other operations than ours, or on other rings");
+            let theirs =
+                format!("{mine} after other operations than ours, on other rings, or by another WCCL_TUNE_FILE");
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
         if s.reached.contains(&(peer as u16)) {

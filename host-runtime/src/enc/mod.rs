@@ -19,6 +19,7 @@ mod private;
 pub use private::max_private_bytes;
 mod one_hop;
 mod ring;
+pub mod table;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::limits::SLOT_BYTES;
@@ -40,6 +41,9 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Algorithm; 4] = [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged];
+
     /// The name on the command line and in tables.
     pub fn name(self) -> &'static str {
         match self {

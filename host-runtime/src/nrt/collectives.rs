@@ -9,6 +9,7 @@ use hw_bridge::sequencer::{LocalMem, OpError, Sealed};
 
 use super::communicator::{Communicator, bad};
 use super::tensor::{Io, Shape, resolve};
+use crate::enc::table::Policy;
 use crate::enc::{self, Algorithm, Call};
 use crate::error::Error;
 use crate::limits::MAX_SCHEDULES;
@@ -100,6 +101,12 @@ impl Communicator {
         self.collective(Io::Host { src: &[], dst: &mut [] }, call(Op::Barrier, DataType::Uint8, 0))
     }
 
+    /// Uses `algorithm` from the next call on wherever it serves, as `WCCL_ALGO` does; `None` leaves the choice to table and
+    /// rule. All ranks set the same at the same point: a difference is an error of the call.
+    pub fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
+        self.algorithm = algorithm;
+    }
+
     fn collective(&mut self, io: Io<'_>, mut call: Call) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
         self.check_call(&call)?;
@@ -152,8 +159,8 @@ impl Communicator {
 
     fn run(&mut self, call: &Call, input: LocalMem<'_>, output: LocalMem<'_>) -> Result<(), Error> {
         let n = self.core.nranks;
-        let config = &self.runtime.0.config;
-        let algorithm = enc::choose(call, n, config.algorithm, config.one_hop_max);
+        let policy = Policy { forced: self.algorithm, ..self.runtime.0.config.policy() };
+        let algorithm = policy.decide(call, n).algorithm;
         let schedule = self.schedule(call, algorithm)?;
         lock(&self.core.endpoint).run(&schedule, input, output, call.dst, call.src, self.timeout)?;
         Ok(())

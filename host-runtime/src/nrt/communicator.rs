@@ -15,6 +15,7 @@ use crate::bindings::exports::neuron::nccom::collectives::{
     CommInfo, EncPattern, HistogramConfig, NetConnectivity, NeuronDeviceInfo,
 };
 use crate::bindings::neuron::nrt::types::NecPodType;
+use crate::enc::Algorithm;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{CommCore, CommunicatorObject};
@@ -78,6 +79,8 @@ pub struct Communicator {
     pub(super) rings: Vec<Vec<usize>>,
     logical_core: i32,
     pub(super) timeout: Duration,
+    /// Used wherever it serves; the configuration's until the user sets another.
+    pub(super) algorithm: Option<Algorithm>,
     pub(super) schedules: Mutex<Schedules>,
     /// Every pair is connected.
     expanded: AtomicBool,
@@ -130,6 +133,7 @@ impl Communicator {
             rings: Vec::new(),
             logical_core,
             timeout: o.timeout.unwrap_or(inner.config.timeout),
+            algorithm: inner.config.algorithm,
             schedules: Mutex::default(),
             expanded: AtomicBool::new(false),
         };
@@ -151,7 +155,9 @@ impl Communicator {
         if rings != self.rings {
             // Each rank can only check its own view; that all have the same is noticed when they meet.
             let ranks = rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
-            let digest = ranks.fold(0x811c_9dc5u32, |d, r| (d ^ r).wrapping_mul(16_777_619));
+            // Ranks with different choice tables would not agree later on: they notice at once too.
+            let table = self.runtime.0.config.table.as_ref().map_or(0, |t| t.digest());
+            let digest = ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619));
             lock(&self.core.endpoint).set_plan(digest);
             *lock(&self.schedules) = Schedules::default();
             self.rings = rings;
