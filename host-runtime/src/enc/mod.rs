@@ -138,6 +138,11 @@ pub fn needs(schedule: &Schedule) -> impl Iterator<Item = usize> + '_ {
     })
 }
 
+/// How many of the library's rings an algorithm uses; 0 if it does not go along rings.
+pub fn rings_used(algorithm: Algorithm, rings: &[Vec<usize>]) -> usize {
+    if algorithm == Algorithm::Ring { rings.len().clamp(1, ring::MAX_RINGS) } else { 0 }
+}
+
 /// Compiles `call` for `rank` of `n`. `rings` are the library's rings, each every rank once, in ring order.
 pub fn compile(
     call: &Call,
