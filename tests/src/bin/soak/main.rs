@@ -24,7 +24,6 @@ mod collective;
 #[path = "../../../../cli/src/reference.rs"]
 mod reference;
 
-use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -159,8 +158,8 @@ struct Soak {
     world: bool,
     counts: Counts,
     begun: Instant,
-    /// What a process had at most above its beginning: for the summary.
-    growth: BTreeMap<&'static str, i64>,
+    /// Growth of process 0, which lives longest: for the summary.
+    growth: Vec<(&'static str, i64)>,
 }
 
 impl Soak {
@@ -173,7 +172,7 @@ impl Soak {
             world: false,
             counts: Counts::default(),
             begun: Instant::now(),
-            growth: BTreeMap::new(),
+            growth: Vec::new(),
         }
     }
 
@@ -181,7 +180,7 @@ impl Soak {
         let c = &self.counts;
         let growth: Vec<String> = self.growth.iter().map(|(what, by)| format!("{what} {by:+}")).collect();
         format!(
-            "{:.0} s: {} rounds, {} operations, {:.1} MB, {} groups, {} deaths, {} late, {} too late; growth: {}",
+            "{:.0} s: {} rounds, {} operations, {:.1} MB, {} groups, {} deaths, {} late, {} too late; growth of process 0: {}",
             self.begun.elapsed().as_secs_f64(),
             self.round,
             c.ops,
@@ -376,11 +375,11 @@ impl Soak {
     }
 
     fn sample(&mut self) -> Result<()> {
-        for p in &mut self.processes {
+        for (r, p) in self.processes.iter_mut().enumerate() {
             p.trend.sample()?;
-            for (what, by) in p.trend.growth()? {
-                let most = self.growth.entry(what).or_insert(by);
-                *most = (*most).max(by);
+            let growth = p.trend.growth()?;
+            if r == 0 {
+                self.growth = growth;
             }
         }
         Ok(())
