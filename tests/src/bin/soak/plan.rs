@@ -149,7 +149,8 @@ pub struct Operation {
     pub memory: Memory,
 }
 
-/// The next operation of a list in a group of `n`. `meeting`: one in which every rank waits for every other directly.
+/// The next operation of a list in a group of `n`. `meeting`: one in which every rank waits for every other directly. Elsewhere
+/// a rank may wait for one that itself waits for the late one, and names that one first.
 pub fn operation(rng: &mut Rng, n: usize, meeting: bool) -> Operation {
     let op = if meeting { rng.pick(&[Op::AllReduce, Op::Barrier]) } else { rng.pick(&Op::ALL) };
     let dtype = rng.pick(&DataType::ALL);

@@ -85,7 +85,7 @@ fn run() -> Result<()> {
                 if !matches!(e.downcast_ref::<Error>(), Some(Error::Op(_))) {
                     return Err(e).context(line.clone());
                 }
-                say(&format!("failed {e:#}"));
+                say(&format!("failed {e}"));
             }
             ["sleep", ms] => std::thread::sleep(Duration::from_millis(ms.parse()?)),
             ["drop", key] => {
