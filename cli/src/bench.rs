@@ -163,7 +163,7 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     let factor = args.stepbytes.is_none().then_some(args.stepfactor);
     let sizes = || size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage);
     let collectives = args.collectives.iter().map(|c| c.name().to_string()).collect();
-    if args.tune.is_wanted() {
+    if let Some(file) = args.tune.file() {
         let job = tune::Job {
             collectives,
             sizes: sizes()?,
@@ -177,7 +177,7 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
             memories: Vec::new(),
             out: PathBuf::new(),
         };
-        return args.tune.start(&args.ranks, job, log);
+        return args.tune.start(file, &args.ranks, job, log);
     }
     let job = if args.peer.is_wanted() {
         worker::Job::Peer(args.peer.job(args.buffers, args.algo.clone())?)

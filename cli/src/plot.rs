@@ -376,10 +376,10 @@ fn chart(out: &mut String, panel: &Panel, log: bool) {
         let _ = write!(out, "<text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{label}</text>", bottom + 19.0);
     }
     let (middle, side) = ((LEFT + right) / 2.0, (TOP + bottom) / 2.0);
-    let _ = write!(
+    let _ = writeln!(
         out,
         "<text x=\"{middle}\" y=\"{}\" text-anchor=\"middle\">message size (bytes; K, M, G are powers of 1024)</text>\
-         <text transform=\"translate(14 {side}) rotate(-90)\" text-anchor=\"middle\">bus bandwidth (GB/s)</text></g>\n",
+         <text transform=\"translate(14 {side}) rotate(-90)\" text-anchor=\"middle\">bus bandwidth (GB/s)</text></g>",
         HEIGHT - 8.0
     );
     // What was measured now is drawn last, over the others.
@@ -427,10 +427,10 @@ fn labels(out: &mut String, panel: &Panel, order: &[usize], s: &Scale) {
     }
     let x = WIDTH - RIGHT + 10.0;
     for ((end_y, end_x, i), y) in at.iter().zip(&y) {
-        let _ = write!(
+        let _ = writeln!(
             out,
             "<g class=\"label {}\"><line x1=\"{:.1}\" y1=\"{end_y:.1}\" x2=\"{:.1}\" y2=\"{y:.1}\"/>\
-             <text x=\"{x}\" y=\"{:.1}\">{}</text></g>\n",
+             <text x=\"{x}\" y=\"{:.1}\">{}</text></g>",
             class(&panel.series, *i),
             end_x + 4.0,
             x - 3.0,
@@ -492,7 +492,7 @@ pub fn page(title: &str, about: &str, panels: &[Panel]) -> String {
         escape(about)
     );
     for panel in panels {
-        let _ = write!(out, "<section><h2>{}</h2>\n", escape(&panel.title));
+        let _ = writeln!(out, "<section><h2>{}</h2>", escape(&panel.title));
         if panel.series.iter().all(|s| s.points.is_empty()) {
             out.push_str("<p>Nothing with a size was measured.</p></section>\n");
             continue;
@@ -505,7 +505,7 @@ pub fn page(title: &str, about: &str, panels: &[Panel]) -> String {
         table(&mut out, panel);
         out.push_str("</section>\n");
     }
-    let _ = write!(out, "</main><div id=\"tip\" hidden></div>\n<script>{SCRIPT}</script></body></html>\n");
+    let _ = writeln!(out, "</main><div id=\"tip\" hidden></div>\n<script>{SCRIPT}</script></body></html>");
     out
 }
 

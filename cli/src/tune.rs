@@ -73,17 +73,16 @@ pub struct Job {
 }
 
 impl Args {
-    /// Whether tuning was asked for.
-    pub fn is_wanted(&self) -> bool {
-        self.tune.is_some()
+    /// The table to write, if tuning was asked for.
+    pub fn file(&self) -> Option<&Path> {
+        self.tune.as_deref()
     }
 
-    /// Tunes for all numbers of ranks and writes the table.
+    /// Tunes for all numbers of ranks and writes the table to `file`.
     ///
     /// # Errors
     /// [`Usage`] for nothing to choose; a rank failed; the table cannot be written.
-    pub fn start(&self, ranks: &Ranks, mut job: Job, log: Option<&str>) -> anyhow::Result<ExitCode> {
-        let Some(file) = &self.tune else { return Ok(ExitCode::SUCCESS) };
+    pub fn start(&self, file: &Path, ranks: &Ranks, mut job: Job, log: Option<&str>) -> anyhow::Result<ExitCode> {
         if job.collectives.iter().all(|c| c == Op::Barrier.name()) {
             return Err(Usage("--tune: a barrier has no algorithms to choose from".into()).into());
         }
@@ -112,7 +111,8 @@ impl Args {
         }
         let table = Table::new(rows)?;
         plot::write_whole(file, &table.to_string())?;
-        term::print(&format!("#\n# written to {}; use it by WCCL_TUNE_FILE\n{table}", file.display()).trim_end())?;
+        let said = format!("#\n# written to {}; use it by WCCL_TUNE_FILE\n{table}", file.display());
+        term::print(said.trim_end())?;
         Ok(ExitCode::SUCCESS)
     }
 }

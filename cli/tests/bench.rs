@@ -56,8 +56,11 @@ fn fails(args: &[&str], vars: &[(&str, &Path)]) -> (Option<i32>, String) {
     (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
 }
 
-const EXPLAINED: &str = "\
-# wccl 0.1.0: 4 ranks on one server, hbm buffers, fp32, out of place; numbers are of the busiest rank; bytes are counted once read and once written
+const EXPLAINED: &str = concat!(
+    "# wccl ",
+    env!("CARGO_PKG_VERSION"),
+    "\
+: 4 ranks on one server, hbm buffers, fp32, out of place; numbers are of the busiest rank; bytes are counted once read and once written
 # rings 0 to 31: 0 1 2 3
 # table: none, the built-in rule decides
 #
@@ -71,7 +74,8 @@ const EXPLAINED: &str = "\
 # barrier
 #        size        count algorithm  rings    piece  steps  waits   from peers     to peers        moved  why
             0            0 one-hop        -        0      3      3            0            0            0  nothing moves
-";
+"
+);
 
 #[test]
 fn explain_says_what_would_be_done() {

@@ -13,12 +13,12 @@ impl Rng {
     /// From a seed and what it is for.
     pub fn new(seed: u64, what: u64) -> Rng {
         let mut r = Rng(seed ^ what.wrapping_mul(0xD6E8_FEB8_6659_FD93));
-        r.next();
+        r.draw();
         r
     }
 
     /// The next number.
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -28,7 +28,7 @@ impl Rng {
 
     /// Below `n`.
     pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
+        (self.draw() % n.max(1) as u64) as usize
     }
 
     /// One of several.
@@ -131,7 +131,7 @@ pub fn round(seed: u64, i: u64, n: usize) -> Round {
         .map(|_| {
             let group = rng.below(groups.len() + 1);
             let group = (group < groups.len()).then_some(group);
-            List { group, seed: rng.next(), count: 1 + rng.below(16) as u64 }
+            List { group, seed: rng.draw(), count: 1 + rng.below(16) as u64 }
         })
         .collect();
     // The group of all ranks takes part in every round; a late rank is late there.
@@ -158,11 +158,11 @@ pub fn operation(rng: &mut Rng, n: usize, meeting: bool) -> Operation {
     // As many small as large ones; odd lengths; nothing at times; seldom more than a few pieces of staging.
     let most = if rng.below(16) == 0 { 22 } else { 18 };
     let power = rng.below(most) as u32;
-    let bytes = if rng.below(20) == 0 { 0 } else { (1u64 << power) + rng.next() % (1 << power) };
+    let bytes = if rng.below(20) == 0 { 0 } else { (1u64 << power) + rng.draw() % (1 << power) };
     let mut case = Case::of_bytes(op, dtype, redop, bytes, n);
     case.root = rng.below(n);
     case.in_place = rng.below(2) == 0 && op != Op::SendRecv;
-    case.seed = rng.next();
+    case.seed = rng.draw();
     Operation { case, memory: rng.pick(&[Memory::Hbm, Memory::Host]) }
 }
 
