@@ -1,6 +1,6 @@
 //! `wccl bench`: measures collectives, with the options of nccom-test and nccl-tests, and checks what it measures.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -14,7 +14,7 @@ use crate::collective::{self, Buffers, Case, Memory};
 use crate::measure::{self, Times, number};
 use crate::term::{Paint, Progress};
 use crate::worker::{self, Ranks};
-use crate::{Usage, peer, size};
+use crate::{Usage, explain, peer, plot, size, tune};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -23,6 +23,9 @@ Examples:
   wccl bench -r 8 -b 1M -e 1M -n 100 -w 20 -d bf16 -o max allr
   wccl bench --buffers host --in-place allgather
   wccl bench --report-to-json-file report.json alltoall
+  wccl bench -r 2 --plot plot.html --peer-results peers.json allreduce
+  wccl bench --tune wccl.table --tune-ranks 2,4 -b 8 -e 64M -f 4 allreduce allgather
+  wccl bench --explain -b 8 -e 64M -f 8 allreduce
 
 Sizes are bytes of the larger of one rank's buffers, as in nccl-tests; K, M and G are powers of 1024; in the table, GB is 10^9 bytes. \
 Times are the slowest rank's mean over the timed calls, which follow one another without a barrier.
@@ -81,6 +84,17 @@ pub struct Args {
     /// Write the results to this file, as JSON
     #[arg(long, value_name = "FILE")]
     report_to_json_file: Option<PathBuf>,
+    /// Draw bus bandwidth against size into this file, one HTML page
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["peer", "tune", "explain"])]
+    plot: Option<PathBuf>,
+    /// Results to draw beside: of a comparison with other libraries, or a report of this program; may be repeated
+    #[arg(long, value_name = "FILE", requires = "plot")]
+    peer_results: Vec<PathBuf>,
+    /// Print which algorithm would be used, what it would do and why, instead of measuring
+    #[arg(long, conflicts_with_all = ["peer", "tune", "report_to_json_file", "iters", "warmup", "check"])]
+    explain: bool,
+    #[command(flatten)]
+    tune: tune::Args,
     #[command(flatten)]
     peer: peer::Args,
 }
@@ -100,6 +114,8 @@ pub struct Job {
     memory: Memory,
     algo: Option<String>,
     report: Option<PathBuf>,
+    plot: Option<PathBuf>,
+    peer_results: Vec<PathBuf>,
 }
 
 /// One line of the table, as it goes into the report.
@@ -142,14 +158,44 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
         let (root, n) = (args.root, args.ranks.ranks);
         return Err(Usage(format!("--root {root} is not one of the {n} ranks; use 0 to {}", n - 1)).into());
     }
+    // A file that cannot be used is said before anything is measured.
+    plot::Others::read(&args.peer_results, args.ranks.ranks as usize)?;
+    let factor = args.stepbytes.is_none().then_some(args.stepfactor);
+    let sizes = || size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage);
+    let collectives = args.collectives.iter().map(|c| c.name().to_string()).collect();
+    if let Some(file) = args.tune.file() {
+        let job = tune::Job {
+            collectives,
+            sizes: sizes()?,
+            dtype: args.datatype.name().into(),
+            redop: args.op.name().into(),
+            iters: args.iters,
+            warmup: args.warmup,
+            check: args.check,
+            root: args.root as usize,
+            in_place: args.in_place,
+            memories: Vec::new(),
+            out: PathBuf::new(),
+        };
+        return args.tune.start(file, &args.ranks, job, log);
+    }
     let job = if args.peer.is_wanted() {
         worker::Job::Peer(args.peer.job(args.buffers, args.algo.clone())?)
+    } else if args.explain {
+        worker::Job::Explain(explain::Job {
+            collectives,
+            sizes: sizes()?,
+            dtype: args.datatype.name().into(),
+            redop: args.op.name().into(),
+            root: args.root as usize,
+            in_place: args.in_place,
+            memory: args.buffers,
+            algo: args.algo.clone(),
+        })
     } else {
-        let factor = args.stepbytes.is_none().then_some(args.stepfactor);
-        let sizes = size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage)?;
         worker::Job::Bench(Job {
-            collectives: args.collectives.iter().map(|c| c.name().to_string()).collect(),
-            sizes,
+            collectives,
+            sizes: sizes()?,
             dtype: args.datatype.name().into(),
             redop: args.op.name().into(),
             iters: args.iters,
@@ -160,6 +206,8 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
             memory: args.buffers,
             algo: args.algo.clone(),
             report: args.report_to_json_file.clone(),
+            plot: args.plot.clone(),
+            peer_results: args.peer_results.clone(),
         })
     };
     worker::launch(&args.ranks, &job, log)?;
@@ -192,7 +240,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         job.warmup,
         job.iters
     ))?;
-    let mut rows = Vec::new();
+    let mut rows: Vec<Row> = Vec::new();
     let mut wrong = 0;
     for name in &job.collectives {
         let op = collective::parse(name).map_err(anyhow::Error::msg)?;
@@ -280,6 +328,9 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         let text = serde_json::to_string_pretty(&report).context("writing the report")?;
         std::fs::write(path, text + "\n").with_context(|| format!("writing the report to {}", path.display()))?;
     }
+    if first && let Some(path) = &job.plot {
+        draw(path, job, n, &rows)?;
+    }
     say("#")?;
     match (job.check, wrong) {
         (false, _) => say("# not checked (-c 0)")?,
@@ -288,4 +339,35 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     }
     // One rank fails for all, so that it is said once.
     Ok(if wrong > 0 && first { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Draws what was measured beside what others reach.
+fn draw(path: &Path, job: &Job, n: usize, rows: &[Row]) -> anyhow::Result<()> {
+    let others = plot::Others::read(&job.peer_results, n)?;
+    let mut measured: Vec<(Op, Vec<(u64, f64)>)> = Vec::new();
+    for row in rows {
+        let op = collective::parse(row.collective).map_err(anyhow::Error::msg)?;
+        if measured.last().is_none_or(|m| m.0 != op) {
+            measured.push((op, Vec::new()));
+        }
+        if let Some((_, points)) = measured.last_mut() {
+            // The median, as comparisons take it.
+            points.push((row.bytes, measure::bandwidth(op, row.bytes, n, row.time_us.p50).1));
+        }
+    }
+    let about = format!(
+        "wccl {}, {n} ranks on one server, {} buffers, {}, {}; {} timed calls a size, the slowest rank's median. GB is 10^9 bytes.{}",
+        env!("CARGO_PKG_VERSION"),
+        job.memory.name(),
+        job.dtype,
+        if job.in_place { "in place" } else { "out of place" },
+        job.iters,
+        if job.peer_results.is_empty() {
+            ""
+        } else {
+            " Others and limits: the best of their launches, from the files given."
+        }
+    );
+    let panels = plot::panels(&format!("this run, {}", job.memory.name()), measured, &others);
+    plot::write_whole(path, &plot::page(&format!("wccl: bus bandwidth on {n} ranks"), &about, &panels))
 }

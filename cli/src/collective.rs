@@ -254,7 +254,7 @@ impl Case {
     }
 
     /// Whom send_recv sends to and receives from: a circle.
-    fn peers(&self, rank: usize, n: usize) -> Peers {
+    pub fn peers(&self, rank: usize, n: usize) -> Peers {
         Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) }
     }
 

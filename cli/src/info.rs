@@ -97,6 +97,8 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     let one_hop =
         config.one_hop_max.map_or("depends on the collective and the group".into(), |b| format!("{b} bytes of a rank"));
     rows.push(("one hop up to", one_hop));
+    let table = config.table.as_ref().map_or("none".into(), |t| format!("{} rows, {:08x}", t.rows().len(), t.digest()));
+    rows.push(("choice table", table));
     rows.push(("deadline of a call", format!("{:?}", config.timeout)));
     head("Collectives plugin", rows);
 

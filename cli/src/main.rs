@@ -5,6 +5,7 @@
 //! | room | owns |
 //! |---|---|
 //! | `demo`, `bench`, `peer`, `run`, `plugin`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
 //! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
 //! | `collective` | names, shapes, buffers and calls of the collectives |
@@ -17,17 +18,20 @@
 mod bench;
 mod collective;
 mod demo;
+mod explain;
 mod guard;
 mod info;
 mod launcher;
 mod measure;
 mod peer;
+mod plot;
 mod plugin;
 mod reference;
 mod run;
 mod size;
 mod term;
 mod top;
+mod tune;
 mod worker;
 
 use std::io::IsTerminal;

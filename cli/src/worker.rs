@@ -14,7 +14,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
 use crate::launcher::Group;
-use crate::{bench, demo, peer};
+use crate::{bench, demo, explain, peer, tune};
 
 /// Options of every subcommand that starts ranks of its own.
 #[derive(Debug, Clone, clap::Args)]
@@ -37,6 +37,10 @@ pub enum Job {
     Bench(bench::Job),
     /// The lines of `bench --peer`.
     Peer(peer::Job),
+    /// `bench --tune`.
+    Tune(tune::Job),
+    /// `bench --explain`.
+    Explain(explain::Job),
 }
 
 /// Arguments of the hidden subcommand.
@@ -86,6 +90,8 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         Job::Demo(j) => demo::work(&j, rank, n),
         Job::Bench(j) => bench::work(&j, rank, n),
         Job::Peer(j) => peer::work(&j, rank, n),
+        Job::Tune(j) => tune::work(&j, rank, n),
+        Job::Explain(j) => explain::work(&j, rank, n),
     };
     done.with_context(|| format!("rank {rank}"))
 }

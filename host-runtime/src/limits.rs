@@ -50,6 +50,10 @@ pub const GUEST_STACK: usize = 512 * 1024;
 pub const MAX_CAUSES: usize = 8;
 /// Bytes of one log line of a guest.
 pub const MAX_LOG_LINE: usize = 4096;
+/// Bytes of the text of a choice table.
+pub const MAX_TABLE_BYTES: usize = 1 << 20;
+/// Rows of a choice table: each is compared with all before it when it is read.
+pub const MAX_TABLE_ROWS: usize = 2048;
 /// Schedules a communicator keeps compiled.
 pub const MAX_SCHEDULES: usize = 512;
 

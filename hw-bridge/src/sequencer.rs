@@ -999,7 +999,8 @@ impl Lane {
         }
         if self.of(p).aside(seq).digest != self.digest ^ self.endpoint.plan.load(Ordering::Acquire) {
             let (rank, mine) = (self.endpoint.rank, s.header.to_string());
-            let theirs = format!("{mine} after other operations than ours, or on other rings");
+            let theirs =
+                format!("{mine} after other operations than ours, on other rings, or by another WCCL_TUNE_FILE");
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
         // A peer that announced this operation and then gave it up, for want of this rank perhaps, does not take part.

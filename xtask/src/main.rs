@@ -1,4 +1,4 @@
-//! Set-up, guest builds, demo, tests, bench: `cargo xtask help`.
+//! Set-up, guest builds, demo, tests, bench, soak: `cargo xtask help`.
 //!
 //! Guests are compiled for WebAssembly, which cargo alone does not arrange; everything that needs them is started
 //! here. Exit codes: 0 done, 1 failed, 2 not possible on this machine or wrongly called; programs that are started pass
@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail};
 
 mod guests;
 mod route;
+mod soak;
 mod spec;
 mod step;
 #[cfg(test)]
@@ -34,6 +35,10 @@ Commands:
   demo [ARGS]    Build everything and run `wccl demo ARGS`.
   bench [ARGS]   Build everything and run `wccl bench ARGS`.
   test [ARGS]    Build the guests and run `cargo test --release --workspace ARGS`.
+  soak [ARGS]    Run random collectives over 8 processes that die and come late, for 10 minutes; fail at the first fault.
+                   --minutes M, --seconds S   how long
+                   --seed N                   repeat the rounds of an earlier run
+                   --ranks N                  how many processes
   spec-coverage  List each invariant of the specification with the tests that prove it.
                    --missing         only those without a test
                    --require LIST    fail unless each has a test; LIST is like 1-27,32,40-45
@@ -108,6 +113,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
             let mut cargo = workspace.cargo();
             pass_on(cargo.args(["test", "--release", "--workspace"]).args(rest))
         }
+        "soak" => pass_on(soak::command(&Workspace::find()?)?.args(rest)),
         "spec-coverage" => spec_coverage(&Workspace::find()?.root, rest),
         other => Err(Usage(format!("There is no command \"{other}\".")).into()),
     }
@@ -235,12 +241,17 @@ impl Workspace {
             }
             Err(failure) => bail!("wccl did not build: cargo {}", failure.reason()),
         }
+        self.program("wccl")
+    }
+
+    /// Where a program is that cargo has built.
+    fn program(&self, name: &str) -> Result<PathBuf> {
         // Our own place tells the target folder, whatever variable or file moved it: TARGET/PROFILE/xtask.
         let own = env::current_exe().context("The place of xtask itself is not known")?;
         let target = own.ancestors().nth(2).unwrap_or(&self.root);
-        let program = target.join("release").join("wccl");
+        let program = target.join("release").join(name);
         if !program.exists() {
-            bail!("Cargo built wccl, but {} does not exist; start this by `cargo xtask`.", program.display());
+            bail!("Cargo built {name}, but {} does not exist; start this by `cargo xtask`.", program.display());
         }
         Ok(program)
     }
@@ -273,7 +284,7 @@ mod tests {
 
     #[test]
     fn the_help_names_every_command() {
-        for command in ["setup", "guests", "demo", "bench", "test", "spec-coverage", "help"] {
+        for command in ["setup", "guests", "demo", "bench", "test", "soak", "spec-coverage", "help"] {
             assert!(HELP.lines().any(|line| line.trim_start().starts_with(command)), "{command}");
         }
         assert!(HELP.contains(ROUTE_VARIABLE));

@@ -19,6 +19,7 @@ mod private;
 pub use private::max_private_bytes;
 mod one_hop;
 mod ring;
+pub mod table;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::limits::SLOT_BYTES;
@@ -40,6 +41,9 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Algorithm; 4] = [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged];
+
     /// The name on the command line and in tables.
     pub fn name(self) -> &'static str {
         match self {
@@ -149,6 +153,11 @@ pub fn needs(schedule: &Schedule) -> impl Iterator<Item = usize> + '_ {
         Step::Arrival(p) | Step::Wait { peer: p, .. } => Some(usize::from(*p)),
         _ => None,
     })
+}
+
+/// How many of the library's rings an algorithm uses; 0 if it does not go along rings.
+pub fn rings_used(algorithm: Algorithm, rings: &[Vec<usize>]) -> usize {
+    if algorithm == Algorithm::Ring { rings.len().clamp(1, ring::MAX_RINGS) } else { 0 }
 }
 
 /// Compiles `call` for `rank` of `n`. `rings` are the library's rings, each every rank once, in ring order.

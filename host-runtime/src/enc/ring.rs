@@ -14,7 +14,7 @@ use hw_bridge::sequencer::{At, Place, Step};
 use super::Builder;
 
 /// Rings used at most; more only shorten the pieces.
-const MAX_RINGS: usize = 4;
+pub(super) const MAX_RINGS: usize = 4;
 
 /// Whether there is a ring schedule for this collective.
 pub(super) fn serves(op: Op) -> bool {

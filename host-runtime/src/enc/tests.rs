@@ -87,7 +87,7 @@ fn pre_scaled_schedules_seal_and_leave_room_for_the_scale() {
                 for op in [Op::AllReduce, Op::ReduceScatter, Op::Reduce] {
                     let c = Call { redop: ReduceOp::PreMulSum, root: n - 1, ..call(op, count, private, in_place) };
                     for forced in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged] {
-                        let algorithm = choose(&c, n, Some(forced), 8192);
+                        let algorithm = choose(&c, n, Some(forced), Some(8192));
                         let s = compile(&c, rank, n, algorithm, &rings(n))
                             .unwrap_or_else(|e| panic!("{c:?} {algorithm:?}: {e}"));
                         assert!(s.slot_len == 0 || s.slot_len > INLINE_BYTES as u64, "{c:?} {algorithm:?}");

@@ -14,6 +14,7 @@ use hw_bridge::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 use super::communicator::{Communicator, bad};
 use super::plane::Plane;
 use super::tensor::{Io, Shape, resolve};
+use crate::enc::table::Policy;
 use crate::enc::{self, Algorithm, Call};
 use crate::error::Error;
 use crate::limits::MAX_SCHEDULES;
@@ -39,6 +40,8 @@ pub(super) struct Engine {
     plane: Arc<Plane>,
     lane: Lane,
     rings: Arc<Vec<Vec<usize>>>,
+    /// Used wherever it serves; the configuration's until the user sets another.
+    forced: Option<Algorithm>,
     schedules: Schedules,
 }
 
@@ -113,6 +116,12 @@ impl Communicator {
         self.collective(Io::Host { src: &[], dst: &mut [] }, None, call(Op::Barrier, DataType::Uint8, 0))
     }
 
+    /// Uses `algorithm` from the next call on wherever it serves, as `WCCL_ALGO` does; `None` leaves the choice to table and
+    /// rule. All ranks set the same at the same point: a difference is an error of the call.
+    pub fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
+        self.engine.set_algorithm(algorithm);
+    }
+
     /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
     fn collective(&mut self, io: Io<'_>, scale: Option<f32>, call: Call) -> Result<(), Error> {
         self.engine.collective(io, scale, call, self.timeout)
@@ -121,7 +130,12 @@ impl Communicator {
 
 impl Engine {
     pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>) -> Engine {
-        Engine { plane, lane, rings, schedules: Schedules::default() }
+        let forced = plane.runtime.0.config.algorithm;
+        Engine { plane, lane, rings, forced, schedules: Schedules::default() }
+    }
+
+    pub(super) fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
+        self.forced = algorithm;
     }
 
     /// The rings changed: schedules made of the old ones go.
@@ -195,8 +209,8 @@ impl Engine {
         scale: f32,
         timeout: Duration,
     ) -> Result<(), Error> {
-        let config = &self.plane.runtime.0.config;
-        let algorithm = enc::choose(call, self.plane.core.nranks, config.algorithm, config.one_hop_max);
+        let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
+        let algorithm = policy.decide(call, self.plane.core.nranks).algorithm;
         let again = matches!(&self.schedules.last, Some((c, a, _)) if c == call && *a == algorithm);
         if !again {
             let schedule = self.schedule(call, algorithm)?;

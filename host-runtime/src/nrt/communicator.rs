@@ -16,6 +16,7 @@ use super::tensor::Tensor;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, EncPattern, HistogramConfig, NeuronDeviceInfo};
 use crate::bindings::neuron::nrt::types::NecPodType;
+use crate::enc::Algorithm;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{CommCore, CommunicatorObject};
@@ -141,7 +142,9 @@ impl Communicator {
         if rings != self.rings {
             // Each rank can only check its own view; that all have the same is noticed when they meet.
             let ranks = rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
-            let digest = ranks.fold(0x811c_9dc5u32, |d, r| (d ^ r).wrapping_mul(16_777_619));
+            // Ranks with different choice tables would not agree later on: they notice at once too.
+            let table = self.runtime().0.config.table.as_ref().map_or(0, |t| t.digest());
+            let digest = ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619));
             self.core().endpoint.set_plan(digest);
             self.engine.set_rings(rings.clone());
             self.rings = rings;

@@ -10,6 +10,7 @@ use hw_bridge::semaphore::WaitMode;
 
 use super::communicator::{CommOptions, Communicator};
 use crate::enc::Algorithm;
+use crate::enc::table::{Policy, Table};
 use crate::error::Error;
 use crate::forward::{Forward, LoadError};
 use crate::hw;
@@ -46,8 +47,11 @@ pub struct RuntimeConfig {
     pub virtual_server_size: u32,
     /// Algorithm to use wherever it serves.
     pub algorithm: Option<Algorithm>,
-    /// Largest contribution of a rank, in bytes, that goes in one hop; `None` leaves it to the size of the group.
+    /// Largest contribution of a rank, in bytes, that goes in one hop, if the user says so: it goes before the table.
+    /// Without, the table or the built-in rule.
     pub one_hop_max: Option<u64>,
+    /// Measured choice of algorithms by size; the same on all ranks.
+    pub table: Option<Arc<Table>>,
     /// Callbacks this host does not serve; for conformance tests of INV-08.
     pub without_callbacks: Vec<String>,
 }
@@ -69,6 +73,7 @@ impl Default for RuntimeConfig {
             virtual_server_size: 0,
             algorithm: None,
             one_hop_max: None,
+            table: None,
             without_callbacks: Vec::new(),
         }
     }
@@ -90,7 +95,7 @@ fn default_plugin() -> Option<PathBuf> {
 
 impl RuntimeConfig {
     /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
-    /// `WCCL_ALGO`, the device variables, and the variables granted to plugins (docs/environment.md).
+    /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, the device variables, and the variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
     /// [`Error::Config`] names the variable and what was expected.
@@ -131,6 +136,10 @@ impl RuntimeConfig {
         if let Some(bytes) = number("WCCL_ONE_HOP_MAX")? {
             c.one_hop_max = Some(bytes);
         }
+        if let Some(path) = var("WCCL_TUNE_FILE") {
+            let table = Table::read(Path::new(&path)).map_err(|e| Error::Config(format!("WCCL_TUNE_FILE: {e}")))?;
+            c.table = Some(Arc::new(table));
+        }
         if let Some(bytes) = number("WCCL_HBM_BYTES")? {
             c.hbm_bytes = bytes;
         }
@@ -145,6 +154,11 @@ impl RuntimeConfig {
             }
         }
         Ok(c)
+    }
+
+    /// What the choice of algorithms goes by.
+    pub fn policy(&self) -> Policy<'_> {
+        Policy { forced: self.algorithm, one_hop_max: self.one_hop_max, table: self.table.as_deref() }
     }
 }
 
