@@ -50,6 +50,10 @@ pub const GUEST_STACK: usize = 512 * 1024;
 pub const MAX_CAUSES: usize = 8;
 /// Bytes of one log line of a guest.
 pub const MAX_LOG_LINE: usize = 4096;
+/// Streams of a communicator's groups (NEC_MAX_STREAM_N).
+pub const GROUP_STREAMS: u32 = 4;
+/// Ranks of a list that a message shows.
+pub const LISTED_RANKS: usize = 32;
 /// Schedules a communicator keeps compiled.
 pub const MAX_SCHEDULES: usize = 512;
 

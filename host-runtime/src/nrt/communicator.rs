@@ -8,6 +8,7 @@ use hw_bridge::sequencer::Counters;
 use wasmtime::component::Resource;
 
 use super::collectives::Schedules;
+use super::groups::Groups;
 use super::runtime::Runtime;
 use super::tensor::Tensor;
 use crate::abort::AbortToken;
@@ -76,11 +77,14 @@ pub struct Communicator {
     control: RwLock<Control>,
     info: CommInfo,
     pub(super) rings: Vec<Vec<usize>>,
-    logical_core: i32,
+    /// Where this rank runs; its sub-groups run there too.
+    pub(super) device: NeuronDeviceInfo,
     pub(super) timeout: Duration,
     pub(super) schedules: Mutex<Schedules>,
     /// Every pair is connected.
     expanded: AtomicBool,
+    /// Communicators made of it.
+    pub(super) groups: Groups,
 }
 
 pub(super) fn bad(what: String) -> Error {
@@ -89,6 +93,15 @@ pub(super) fn bad(what: String) -> Error {
 
 impl Communicator {
     pub(super) fn init(runtime: &Runtime, o: CommOptions) -> Result<Communicator, Error> {
+        Communicator::init_on(runtime, o, None)
+    }
+
+    /// As a rank of a sub-group the communicator stays on `device`, where the rank is in the whole group.
+    pub(super) fn init_on(
+        runtime: &Runtime,
+        o: CommOptions,
+        device: Option<NeuronDeviceInfo>,
+    ) -> Result<Communicator, Error> {
         let (rank, n) = (o.rank, o.nranks);
         let (Ok(rank32), Ok(n32)) = (i32::try_from(rank), i32::try_from(n)) else {
             return Err(bad(format!("rank {rank} of {n} is too large")));
@@ -103,9 +116,11 @@ impl Communicator {
             })?,
         };
         // The library answers for a rank outside the world; the device only needs a place that exists.
-        let dev = device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?;
-        let logical_core = dev.nec_dev_id;
-        let instance = loaded.instantiate(&inner.tenant, &abort, Some(logical_core))?;
+        let dev = match device {
+            Some(d) => d,
+            None => device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?,
+        };
+        let instance = loaded.instantiate(&inner.tenant, &abort, Some(dev.nec_dev_id))?;
         let forward = &inner.forward;
         let made = match &o.rendezvous {
             Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,
@@ -128,11 +143,13 @@ impl Communicator {
             control: RwLock::new(Control { instance, handle }),
             info,
             rings: Vec::new(),
-            logical_core,
+            device: dev,
             timeout: o.timeout.unwrap_or(inner.config.timeout),
             schedules: Mutex::default(),
             expanded: AtomicBool::new(false),
+            groups: Groups::default(),
         };
+        made.groups.prepare(&made, &o.rendezvous)?;
         if o.graph {
             made.build_graph()?;
         }
@@ -187,7 +204,7 @@ impl Communicator {
 
     /// The logical core it runs on.
     pub fn logical_core(&self) -> i32 {
-        self.logical_core
+        self.device.nec_dev_id
     }
 
     /// The switch that ends it from any thread.

@@ -1,4 +1,4 @@
-//! The public API: [`Runtime`], [`Communicator`], [`Tensor`], [`Io`].
+//! The public API: [`Runtime`], [`Communicator`], [`Tensor`], [`Io`]; communicators of a communicator's ranks in [`groups`].
 //!
 //! ```text
 //! let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
@@ -10,6 +10,7 @@
 
 mod collectives;
 mod communicator;
+pub mod groups;
 mod runtime;
 mod tensor;
 
