@@ -9,9 +9,9 @@
 //! All three end alike: a verdict of the whole group (`verdict`), an id, and only then the library's `InitComm` (INV-29).
 //! A rank stays on its device, so tensors of the parent serve in the new communicator.
 //!
-//! Invariants: one group is made at a time (the lock of [`Groups`]), because the messages of two would mix; after a message
-//! was lost the parent's bootstrap is out of step and serves no more groups, which `shrink` does not need. Threads: the
-//! caller's.
+//! Invariants: one group or split is made at a time, and one shrink (the locks of [`Groups`]), because the messages of two
+//! would mix; after a message was lost the parent's bootstrap is out of step and serves no more groups, which `shrink` does
+//! not need. Threads: the caller's.
 
 mod beacon;
 mod pool;
@@ -202,6 +202,14 @@ impl Bootstrap<'_> {
 }
 
 impl Messages for Bootstrap<'_> {
+    fn members(&self) -> &[usize] {
+        self.members
+    }
+
+    fn parent_ranks(&self) -> usize {
+        self.comm.nranks()
+    }
+
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
         self.comm.bootstrap_send(self.members[to] as i32, data).map_err(|e| {
             self.lost = true;
@@ -226,34 +234,29 @@ struct Purpose<'a> {
 }
 
 impl Purpose<'_> {
-    /// The sentence of a refusal. Positions become ranks of the parent.
+    /// The sentence of a refusal.
     fn refused(&self, me: usize, why: Refusal) -> Error {
         let Purpose { what, members, signature, .. } = self;
-        let rank = |p: usize| members.get(p).map_or_else(|| "?".into(), usize::to_string);
         let group = listed(members);
         let (text, status) = match why {
             Refusal::Differ(a, b) => (
                 format!(
-                    "failed signature validation: mismatched collectives between the peers: rank {} and rank {} of \
+                    "failed signature validation: mismatched collectives between the peers: rank {a} and rank {b} of \
                      {group} differ; rank {me} has {}; give all ranks of the group the same program",
-                    rank(a),
-                    rank(b),
                     signature.describe(members)
                 ),
                 Status::INVALID,
             ),
             Refusal::Silent { who, waiter, why } => (
                 format!(
-                    "rank {} of {group} did not take part, rank {} waited for it: {why}; no rank of the group made the \
-                     communicator",
-                    rank(who),
-                    rank(waiter)
+                    "rank {who} of {group} did not take part, rank {waiter} waited for it: {why}; no rank of the group \
+                     made the communicator"
                 ),
                 Status::CLOSED,
             ),
-            Refusal::NoId(why) => (format!("failed to get unique ID on rank {}: {why}", rank(0)), Status::FAILURE),
-            Refusal::Foreign(p) => (
-                format!("rank {} of {group} sent a message that cannot be; is it another version?", rank(p)),
+            Refusal::NoId(why) => (format!("failed to get unique ID on rank {}: {why}", members[0]), Status::FAILURE),
+            Refusal::Foreign(who) => (
+                format!("rank {who} of {group} sent a message that cannot be; is it another version?"),
                 Status::FAILURE,
             ),
         };
@@ -318,7 +321,7 @@ impl Communicator {
 
     /// Pooled communicators of this one that somebody holds.
     pub fn pooled(&self) -> usize {
-        lock(&self.groups.state).pool.len()
+        lock(&self.groups.state).pool.alive()
     }
 
     /// Splits the ranks by colour, as `ncclCommSplit` and `MPI_Comm_split` do: those of one colour get a communicator, in
@@ -372,14 +375,12 @@ impl Communicator {
         let signature = Signature::of_members("shrink", &members);
         let what = format!("shrink without {}:", listed(excluded));
         let purpose = Purpose { what, members: &members, signature: &signature, stream: 0 };
-        let _one = lock(&self.groups.state);
         let graph = self.wants_graph();
         match self.groups.beacon.get() {
             Some(beacon) => {
-                let beacon = lock(beacon);
-                let mut meeting = Meeting::begin(&beacon, &members, self.timeout);
+                let mut beacon = lock(beacon);
+                let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout);
                 let id = self.decide(&purpose, &mut meeting)?;
-                // The connections stay until all are in: whoever is behind must not take this rank for gone.
                 self.join(&purpose, id, graph)
             }
             // A group of one has nobody to ask.

@@ -8,24 +8,30 @@
 //! A [`Meeting`] is one attempt. A message travels on a connection of its own, which the sender dials:
 //!
 //! ```text
-//! hello 25 bytes: token 16 | rank u32 | kind u8 (0 message, 1 watch) | length u32, then the message
+//! hello 45 bytes: token 16 | rank u32 | kind u8 (0 message, 1 watch) | length u32 | attempt 20, then the message
+//! attempt: digest of the list of survivors 16 | how many attempts with that list came before u32
 //! ```
 //!
 //! Whoever waits dials a *watch* to the one it waits for: a refused or closed watch is a rank that is gone, known at once and
-//! not by the deadline. Both ends keep their connections until the attempt is over, so a connection whose other end is closed
-//! belongs to an attempt that has ended and is dropped.
+//! not by the deadline.
+//!
+//! Ranks come to an attempt at different times, and one may be in the next while another is still in this: what arrives for
+//! another attempt is kept. A rank sends all its messages of one before it begins the next, so one that is heard of only with
+//! another list has another list.
 //!
 //! The token is a random one of rank 0: strays and other groups are closed. Addresses and messages are allegations of
 //! peers and their plugins; lengths are bounded, every wait has a deadline. Threads: the caller's.
 //!
 //! [`shrink`]: crate::nrt::Communicator::shrink
 
+use std::collections::HashMap;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::signature::SIGNATURE_BYTES;
 use super::verdict::{DOWN_BYTES, Messages};
 use crate::error::Error;
 use crate::hw::sockets::{decode, encode};
@@ -34,7 +40,8 @@ use crate::nrt::communicator::{Communicator, Rendezvous, bad};
 
 const TOKEN_BYTES: usize = 16;
 const BLOCK_BYTES: usize = ADDRESS_BYTES + TOKEN_BYTES;
-const HELLO_BYTES: usize = TOKEN_BYTES + 9;
+const HELLO_BYTES: usize = TOKEN_BYTES + 9 + ATTEMPT_BYTES;
+const ATTEMPT_BYTES: usize = SIGNATURE_BYTES + 4;
 /// How long a stranger on the listener may take to introduce itself.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
 /// How much longer than the deadline one waits for each rank that may itself be waiting.
@@ -52,6 +59,27 @@ pub(in crate::nrt) struct Beacon {
     listener: TcpListener,
     addresses: Vec<SocketAddr>,
     token: [u8; TOKEN_BYTES],
+    arrived: Vec<Arrival>,
+    /// Held open: a closed one says that this rank is gone.
+    watches: Vec<TcpStream>,
+    /// Attempts that this rank has begun, by list of survivors.
+    begun: HashMap<[u8; SIGNATURE_BYTES], u32>,
+}
+
+/// Which attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Attempt {
+    survivors: [u8; SIGNATURE_BYTES],
+    nth: u32,
+}
+
+/// A message that waits to be fetched.
+#[derive(Debug)]
+struct Arrival {
+    rank: usize,
+    attempt: Attempt,
+    len: usize,
+    stream: TcpStream,
 }
 
 fn system(what: &str) -> impl Fn(std::io::Error) -> Error + '_ {
@@ -83,7 +111,8 @@ impl Beacon {
             })
             .collect::<Result<Vec<_>, Error>>()?;
         token.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
-        Ok(Beacon { rank: comm.rank(), listener, addresses, token })
+        let (arrived, watches, begun) = (Vec::new(), Vec::new(), HashMap::new());
+        Ok(Beacon { rank: comm.rank(), listener, addresses, token, arrived, watches, begun })
     }
 
     /// Whether a rank's meeting place is gone: its process has ended, or it has freed the communicator.
@@ -113,26 +142,69 @@ fn own_address(at: &Rendezvous) -> Result<IpAddr, Error> {
     asked.map(|a| a.ip()).map_err(system("finding this machine's address on the way to the root"))
 }
 
+impl Beacon {
+    /// Takes in every connection that waits.
+    fn accept_all(&mut self) {
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.introduce(stream),
+                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                // Out of descriptors, say: tried again, and the deadline names who was not heard.
+                Err(e) => {
+                    tracing::warn!("rank {} cannot take a connection in: {e} (check ulimit -n)", self.rank);
+                    return std::thread::sleep(PAUSE);
+                }
+            }
+        }
+    }
+
+    fn introduce(&mut self, mut stream: TcpStream) {
+        let mut b = [0u8; HELLO_BYTES];
+        if read_exactly(&mut stream, &mut b, Instant::now() + HELLO_WAIT).is_err() || b[..TOKEN_BYTES] != self.token {
+            return;
+        }
+        let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]) as usize;
+        let (rank, kind, len) = (word(TOKEN_BYTES), b[TOKEN_BYTES + 4], word(TOKEN_BYTES + 5));
+        let mut survivors = [0; SIGNATURE_BYTES];
+        survivors.copy_from_slice(&b[TOKEN_BYTES + 9..][..SIGNATURE_BYTES]);
+        let attempt = Attempt { survivors, nth: word(HELLO_BYTES - 4) as u32 };
+        // Room for a few attempts of every rank; who sends more is out of order.
+        let most = 8 * self.addresses.len();
+        if kind == WATCH && self.watches.len() < most {
+            self.watches.push(stream);
+        } else if kind == MESSAGE && self.arrived.len() < most && rank < self.addresses.len() && len <= DOWN_BYTES {
+            self.arrived.push(Arrival { rank, attempt, len, stream });
+        }
+    }
+}
+
 /// One attempt of some ranks to agree: positions `0 .. members.len()`.
 #[derive(Debug)]
 pub(super) struct Meeting<'a> {
-    beacon: &'a Beacon,
+    beacon: &'a mut Beacon,
     members: &'a [usize],
+    attempt: Attempt,
     until: Instant,
-    arrived: Vec<(usize, TcpStream, usize)>,
-    /// Kept open until the attempt is over: a closed connection says that its rank has left.
-    kept: Vec<TcpStream>,
 }
 
 impl<'a> Meeting<'a> {
-    /// Begins an attempt, after letting go of what earlier ones left.
-    pub(super) fn begin(beacon: &'a Beacon, members: &'a [usize], timeout: Duration) -> Meeting<'a> {
-        let until = Instant::now() + timeout;
-        let mut m = Meeting { beacon, members, until, arrived: Vec::new(), kept: Vec::new() };
-        m.accept_all();
-        m.arrived.retain(|(_, s, _)| !closed(s));
-        m.kept.retain(|s| !closed(s));
-        m
+    /// Begins an attempt of `members`, whose digest is `survivors`.
+    pub(super) fn begin(
+        beacon: &'a mut Beacon,
+        members: &'a [usize],
+        survivors: &[u8; SIGNATURE_BYTES],
+        timeout: Duration,
+    ) -> Meeting<'a> {
+        beacon.accept_all();
+        beacon.watches.retain(|s| !closed(s));
+        // Nobody fetches any more what came for attempts that are over.
+        let begun = &mut beacon.begun;
+        beacon.arrived.retain(|a| begun.get(&a.attempt.survivors).is_none_or(|n| a.attempt.nth >= *n));
+        let count = begun.entry(*survivors).or_default();
+        let attempt = Attempt { survivors: *survivors, nth: *count };
+        *count = count.wrapping_add(1);
+        Meeting { beacon, members, attempt, until: Instant::now() + timeout }
     }
 
     fn dial(&self, to: usize, kind: u8, data: &[u8], until: Instant) -> Result<TcpStream, String> {
@@ -143,6 +215,8 @@ impl<'a> Meeting<'a> {
         bytes.extend_from_slice(&(self.beacon.rank as u32).to_le_bytes());
         bytes.push(kind);
         bytes.extend_from_slice(&(data.len() as u32).to_le_bytes());
+        bytes.extend_from_slice(&self.attempt.survivors);
+        bytes.extend_from_slice(&self.attempt.nth.to_le_bytes());
         bytes.extend_from_slice(data);
         loop {
             let left = until.saturating_duration_since(Instant::now()).clamp(PAUSE, Duration::from_secs(1));
@@ -153,71 +227,55 @@ impl<'a> Meeting<'a> {
             });
             match tried {
                 Ok(s) => return Ok(s),
-                Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
-                    return Err(format!(
-                        "rank {rank} is gone: its process has ended or it has freed the communicator ({at} refuses)"
-                    ));
-                }
+                Err(e) if e.kind() == ErrorKind::ConnectionRefused => return Err(gone(rank)),
                 Err(e) if Instant::now() >= until => return Err(format!("rank {rank} at {at} was not reached: {e}")),
                 Err(_) => std::thread::sleep(PAUSE),
             }
         }
     }
 
-    /// Takes in every connection that waits.
-    fn accept_all(&mut self) {
-        loop {
-            match self.beacon.listener.accept() {
-                Ok((mut s, _)) => {
-                    let Some((rank, kind, len)) = self.hello(&mut s) else { continue };
-                    match self.members.iter().position(|m| *m == rank) {
-                        Some(p) if kind == MESSAGE && len <= DOWN_BYTES => self.arrived.push((p, s, len)),
-                        // A watch, or a rank that has another list of survivors: it must not take us for dead.
-                        _ => self.kept.push(s),
-                    }
-                }
-                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
-                // Out of descriptors, say: tried again, and the deadline names who was not heard.
-                Err(e) => {
-                    tracing::warn!("rank {} cannot take a connection in: {e} (check ulimit -n)", self.beacon.rank);
-                    return std::thread::sleep(PAUSE);
-                }
-            }
-        }
-    }
-
-    fn hello(&self, s: &mut TcpStream) -> Option<(usize, u8, usize)> {
-        let mut b = [0u8; HELLO_BYTES];
-        read_exactly(s, &mut b, Instant::now() + HELLO_WAIT).ok()?;
-        let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]) as usize;
-        (b[..TOKEN_BYTES] == self.beacon.token).then(|| (word(TOKEN_BYTES), b[TOKEN_BYTES + 4], word(TOKEN_BYTES + 5)))
-    }
-
     /// The message of a position, if it has arrived.
     fn take(&mut self, from: usize, bytes: usize, until: Instant) -> Option<Result<Vec<u8>, String>> {
-        let i = self.arrived.iter().position(|(p, ..)| *p == from)?;
-        let (_, mut s, len) = self.arrived.remove(i);
-        if len != bytes {
-            return Some(Err(format!("rank {} sent {len} bytes where {bytes} belong", self.members[from])));
+        let (rank, mine) = (self.members[from], self.attempt);
+        let (arrived, begun) = (&mut self.beacon.arrived, &self.beacon.begun);
+        let Some(i) = arrived.iter().position(|a| a.rank == rank && a.attempt == mine) else {
+            // One of an attempt that is over comes from a rank that is late; it will hear how that one ended.
+            let over = |a: &Attempt| begun.get(&a.survivors).is_some_and(|n| a.nth < *n);
+            let other = arrived.iter().any(|a| a.rank == rank && !over(&a.attempt));
+            let me = self.beacon.rank;
+            return other.then(|| Err(format!("rank {rank} excludes other ranks than rank {me} does")));
+        };
+        let mut a = arrived.remove(i);
+        if a.len != bytes {
+            return Some(Err(format!("rank {rank} sent {} bytes where {bytes} belong", a.len)));
         }
         let mut data = vec![0; bytes];
-        let read = read_exactly(&mut s, &mut data, until);
-        self.kept.push(s);
-        Some(read.map(|()| data).map_err(|e| format!("rank {} left in mid-sentence: {e}", self.members[from])))
+        let read = read_exactly(&mut a.stream, &mut data, until);
+        Some(read.map(|()| data).map_err(|e| format!("rank {rank} left in mid-sentence: {e}")))
     }
 }
 
+fn gone(rank: usize) -> String {
+    format!("rank {rank} is gone: its process has ended or it has freed the communicator")
+}
+
 impl Messages for Meeting<'_> {
+    fn members(&self) -> &[usize] {
+        self.members
+    }
+
+    fn parent_ranks(&self) -> usize {
+        self.beacon.addresses.len()
+    }
+
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
-        let s = self.dial(to, MESSAGE, data, self.until)?;
-        self.kept.push(s);
-        Ok(())
+        // Closed at once: the message stays with its receiver.
+        self.dial(to, MESSAGE, data, self.until).map(drop)
     }
 
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String> {
         let until = self.until + ROUND * rounds;
-        self.accept_all();
+        self.beacon.accept_all();
         if let Some(got) = self.take(from, bytes, until) {
             return got;
         }
@@ -226,14 +284,11 @@ impl Messages for Meeting<'_> {
             // Looked at before the connections are taken in: what it sent before it left is there by then.
             let left = match &watch {
                 Err(why) => Some(why.clone()),
-                Ok(s) if closed(s) => Some(self.departed(from)),
+                Ok(s) if closed(s) => Some(gone(self.members[from])),
                 Ok(_) => None,
             };
-            self.accept_all();
+            self.beacon.accept_all();
             if let Some(got) = self.take(from, bytes, until) {
-                if let Ok(s) = watch {
-                    self.kept.push(s);
-                }
                 return got;
             }
             if let Some(why) = left {
@@ -251,17 +306,6 @@ impl Messages for Meeting<'_> {
                 // A signal only makes the loop look once more.
                 let _ = poll(&mut fds, Some(&timeout));
             }
-        }
-    }
-}
-
-impl Meeting<'_> {
-    fn departed(&self, from: usize) -> String {
-        let rank = self.members[from];
-        if self.beacon.gone(rank) {
-            format!("rank {rank} is gone: its process has ended or it has freed the communicator")
-        } else {
-            format!("rank {rank} has given up")
         }
     }
 }

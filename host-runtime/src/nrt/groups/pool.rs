@@ -85,7 +85,7 @@ impl Pool {
     }
 
     /// Communicators alive.
-    pub(super) fn len(&self) -> usize {
+    pub(super) fn alive(&self) -> usize {
         self.nodes.values().filter(|n| n.strong_count() > 0).count()
     }
 }

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! Nobody goes on with its own comparison (INV-29): the root's validity is the AND over the tree, and [`agree`] gives an id
-//! only with that. A verdict of "no" has no use for the signature or the id, so those bytes say why: which two positions
-//! differ, or who was silent. A position that cannot be heard or reached does not stop the others from being told.
+//! only with that. A verdict of "no" has no use for the signature or the id, so those bytes say why: which two ranks
+//! differ, or who was silent, in the parent's ranks. One that cannot be heard or reached does not stop the others from being
+//! told.
 //!
 //! Threads: none of its own; every wait is in [`Messages`] and has a deadline there.
 
@@ -28,6 +29,10 @@ const NO_ID: u8 = 3;
 
 /// Messages between the positions of a group, in order, each of a length that both sides know.
 pub(crate) trait Messages {
+    /// The members' ranks in the parent, by position.
+    fn members(&self) -> &[usize];
+    /// Ranks of the parent.
+    fn parent_ranks(&self) -> usize;
     /// Sends `data` to position `to`.
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String>;
     /// Receives exactly `bytes` from position `from`. `rounds` is how many waits of others may come before: whoever can
@@ -35,10 +40,10 @@ pub(crate) trait Messages {
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String>;
 }
 
-/// Why there is no communicator. Positions are the group's.
+/// Why there is no communicator. Ranks are the parent's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// The signatures of two positions differ.
+    /// The signatures of two ranks differ.
     Differ(usize, usize),
     /// `waiter` heard nothing of, or could not reach, `who`.
     Silent {
@@ -49,7 +54,7 @@ pub(crate) enum Refusal {
         /// What the wait ended with; cut where it travelled.
         why: String,
     },
-    /// Position 0 could not make an id.
+    /// The first member could not make an id.
     NoId(String),
     /// A peer sent what cannot be.
     Foreign(usize),
@@ -64,7 +69,7 @@ impl Refusal {
         }
     }
 
-    /// Fills `room` with as much as it holds: two positions, then text, zero-padded.
+    /// Fills `room` with as much as it holds: two ranks, then text, zero-padded.
     fn write(&self, room: &mut [u8]) {
         let (a, b, text) = match self {
             Refusal::Differ(a, b) => (*a, *b, ""),
@@ -82,7 +87,7 @@ impl Refusal {
         room[8..8 + end].copy_from_slice(&text.as_bytes()[..end]);
     }
 
-    /// Reads what [`Refusal::write`] wrote, from `sender`. What a peer says is an allegation.
+    /// Reads what [`Refusal::write`] wrote, from `sender` of a parent of `n` ranks. What a peer says is an allegation.
     fn read(code: u8, room: &[u8], n: usize, sender: usize) -> Refusal {
         let word = |at: usize| u32::from_le_bytes([room[at], room[at + 1], room[at + 2], room[at + 3]]) as usize;
         let (a, b) = (word(0), word(4));
@@ -97,6 +102,11 @@ impl Refusal {
             _ => Refusal::Foreign(sender),
         }
     }
+}
+
+fn silent(m: &impl Messages, who: usize, waiter: usize, why: String) -> Refusal {
+    let members = m.members();
+    Refusal::Silent { who: members[who], waiter: members[waiter], why }
 }
 
 /// Children of a position in the binary tree.
@@ -127,9 +137,27 @@ pub(crate) fn agree(
     id: impl FnOnce() -> Result<[u8; ID_BYTES], String>,
 ) -> Result<[u8; ID_BYTES], Refusal> {
     let mine = up(m, r, n, signature);
-    let mut down = [0; DOWN_BYTES];
     let mut outcome = if r == 0 { mine.and_then(|()| id().map_err(Refusal::NoId)) } else { hear(m, r, n) };
-    match &outcome {
+    let mut down = told(&outcome);
+    let mut step = mask(r, n) >> 1;
+    while step != 0 {
+        if r + step < n
+            && let Err(why) = m.send(r + step, &down)
+            && outcome.is_ok()
+        {
+            // Those that are still to be told need not wait for it in the init. Whoever has the id already misses it there.
+            outcome = Err(silent(m, r + step, r, why));
+            down = told(&outcome);
+        }
+        step >>= 1;
+    }
+    outcome
+}
+
+/// The message down that says `outcome`.
+fn told(outcome: &Result<[u8; ID_BYTES], Refusal>) -> [u8; DOWN_BYTES] {
+    let mut down = [0; DOWN_BYTES];
+    match outcome {
         Ok(id) => {
             down[..ID_BYTES].copy_from_slice(id);
             down[ID_BYTES] = AGREED;
@@ -139,18 +167,7 @@ pub(crate) fn agree(
             down[ID_BYTES] = why.code();
         }
     }
-    let mut step = mask(r, n) >> 1;
-    while step != 0 {
-        if r + step < n
-            && let Err(why) = m.send(r + step, &down)
-            && outcome.is_ok()
-        {
-            // The others have their id and will miss this one in the init, which names it too.
-            outcome = Err(Refusal::Silent { who: r + step, waiter: r, why });
-        }
-        step >>= 1;
-    }
-    outcome
+    down
 }
 
 /// The tree, upward: hears the children, tells the parent.
@@ -158,12 +175,13 @@ fn up(m: &mut impl Messages, r: usize, n: usize, signature: &[u8; SIGNATURE_BYTE
     let mut mine = Ok(());
     for child in children(r, n) {
         let heard = match m.recv(child, UP_BYTES, height(r, n)) {
-            Err(why) => Err(Refusal::Silent { who: child, waiter: r, why }),
-            Ok(b) if b.len() != UP_BYTES => Err(Refusal::Foreign(child)),
+            Err(why) => Err(silent(m, child, r, why)),
+            Ok(b) if b.len() != UP_BYTES => Err(Refusal::Foreign(m.members()[child])),
             Ok(b) if b[SIGNATURE_BYTES] != AGREED => {
-                Err(Refusal::read(b[SIGNATURE_BYTES], &b[..SIGNATURE_BYTES], n, child))
+                let (bound, sender) = (m.parent_ranks(), m.members()[child]);
+                Err(Refusal::read(b[SIGNATURE_BYTES], &b[..SIGNATURE_BYTES], bound, sender))
             }
-            Ok(b) if b[..SIGNATURE_BYTES] != signature[..] => Err(Refusal::Differ(r, child)),
+            Ok(b) if b[..SIGNATURE_BYTES] != signature[..] => Err(Refusal::Differ(m.members()[r], m.members()[child])),
             Ok(_) => Ok(()),
         };
         // Every child is heard, whatever the one before said: its message must not stay behind.
@@ -204,12 +222,13 @@ fn hear(m: &mut impl Messages, r: usize, n: usize) -> Result<[u8; ID_BYTES], Ref
     let rounds = 2 * usize::BITS.saturating_sub(n.leading_zeros());
     let bytes = match m.recv(from, DOWN_BYTES, rounds) {
         Ok(b) => b,
-        Err(why) => return Err(Refusal::Silent { who: from, waiter: r, why }),
+        Err(why) => return Err(silent(m, from, r, why)),
     };
-    let Ok(bytes) = <[u8; DOWN_BYTES]>::try_from(bytes.as_slice()) else { return Err(Refusal::Foreign(from)) };
+    let (bound, sender) = (m.parent_ranks(), m.members()[from]);
+    let Ok(bytes) = <[u8; DOWN_BYTES]>::try_from(bytes.as_slice()) else { return Err(Refusal::Foreign(sender)) };
     let mut id = [0; ID_BYTES];
     id.copy_from_slice(&bytes[..ID_BYTES]);
-    if bytes[ID_BYTES] == AGREED { Ok(id) } else { Err(Refusal::read(bytes[ID_BYTES], &id, n, from)) }
+    if bytes[ID_BYTES] == AGREED { Ok(id) } else { Err(Refusal::read(bytes[ID_BYTES], &id, bound, sender)) }
 }
 
 #[cfg(test)]
@@ -225,12 +244,24 @@ mod tests {
     /// Messages between threads; a position that ends or never begins closes its channels, as a process would.
     struct Wires {
         me: usize,
+        members: Vec<usize>,
         to: Vec<Sender<Vec<u8>>>,
         from: Vec<Receiver<Vec<u8>>>,
         sent: Sent,
     }
 
+    /// Position p is rank 100 - p of the parent.
+    fn named(p: usize) -> usize {
+        100 - p
+    }
+
     impl Messages for Wires {
+        fn members(&self) -> &[usize] {
+            &self.members
+        }
+        fn parent_ranks(&self) -> usize {
+            101
+        }
         fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
             self.sent.lock().unwrap().push((self.me, to, data.len()));
             self.to[to].send(data.to_vec()).map_err(|_| "closed".into())
@@ -243,8 +274,9 @@ mod tests {
     }
 
     fn wires(n: usize, sent: &Sent) -> Vec<Wires> {
-        let mut all: Vec<Wires> =
-            (0..n).map(|me| Wires { me, to: Vec::new(), from: Vec::new(), sent: sent.clone() }).collect();
+        let members: Vec<usize> = (0..n).map(named).collect();
+        let wire = |me| Wires { me, members: members.clone(), to: Vec::new(), from: Vec::new(), sent: sent.clone() };
+        let mut all: Vec<Wires> = (0..n).map(wire).collect();
         for from in 0..n {
             for to in 0..n {
                 let (tx, rx) = channel();
@@ -315,7 +347,7 @@ mod tests {
                 assert_eq!((inits, ids), (0, 0), "rank {odd} of {n}");
                 for o in &all {
                     let Some(Err(Refusal::Differ(a, b))) = o else { panic!("rank {odd} of {n}: {o:?}") };
-                    assert!(*a == odd || *b == odd, "rank {odd} of {n}: {a} and {b}");
+                    assert!(*a == named(odd) || *b == named(odd), "rank {odd} of {n}: {a} and {b}");
                 }
                 assert_eq!(all.iter().collect::<Vec<_>>(), vec![&all[0]; n], "one sentence for all");
                 assert_eq!(messages.len(), 2 * (n - 1), "nothing stays behind");
@@ -334,7 +366,7 @@ mod tests {
                 assert_eq!((inits, ids), (0, 0), "rank {dead} of {n}");
                 for (r, o) in all.iter().enumerate().filter(|(r, _)| *r != dead) {
                     let Some(Err(Refusal::Silent { who, .. })) = o else { panic!("rank {dead} of {n}: {r} {o:?}") };
-                    assert_eq!(*who, dead, "rank {dead} of {n}, said by {r}");
+                    assert_eq!(*who, named(dead), "rank {dead} of {n}, said by {r}");
                 }
             }
         }
