@@ -85,6 +85,14 @@ pub enum Error {
         /// What was used.
         what: String,
     },
+    /// The ranks of a group did not come to a communicator.
+    #[error("{what}")]
+    Group {
+        /// Which group, who and why, and what to do.
+        what: String,
+        /// What a C caller would see.
+        status: Status,
+    },
     /// An operation failed.
     #[error("{0}")]
     Op(#[from] hw_bridge::sequencer::OpError),
@@ -117,7 +125,7 @@ impl Error {
             Error::Plugin { .. } | Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Reentered { .. } => {
                 Status::FAILURE
             }
-            Error::Entry { status, .. } => *status,
+            Error::Entry { status, .. } | Error::Group { status, .. } => *status,
             Error::Busy { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
             Error::Op(

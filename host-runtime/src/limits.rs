@@ -54,6 +54,10 @@ pub const MAX_LOG_LINE: usize = 4096;
 pub const MAX_TABLE_BYTES: usize = 1 << 20;
 /// Rows of a choice table: each is compared with all before it when it is read.
 pub const MAX_TABLE_ROWS: usize = 2048;
+/// Streams of a communicator's groups (NEC_MAX_STREAM_N).
+pub const GROUP_STREAMS: u32 = 4;
+/// Ranks of a list that a message shows.
+pub const LISTED_RANKS: usize = 32;
 /// Schedules a communicator keeps compiled.
 pub const MAX_SCHEDULES: usize = 512;
 

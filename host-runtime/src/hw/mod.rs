@@ -5,7 +5,7 @@
 
 pub mod objects;
 pub(crate) mod rendezvous;
-mod sockets;
+pub(crate) mod sockets;
 pub(crate) mod system;
 
 pub use system::GRANTED;

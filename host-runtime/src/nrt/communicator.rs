@@ -9,6 +9,7 @@ use wasmtime::component::Resource;
 
 use super::collectives::Engine;
 use super::dump;
+use super::groups::Groups;
 use super::plane::Plane;
 use super::runtime::Runtime;
 use super::streams::Stream;
@@ -69,8 +70,11 @@ pub struct Communicator {
     pub(super) engine: Engine,
     info: CommInfo,
     rings: Arc<Vec<Vec<usize>>>,
-    logical_core: i32,
+    /// Where this rank runs; its sub-groups run there too.
+    pub(super) device: NeuronDeviceInfo,
     pub(super) timeout: Duration,
+    /// Communicators made of it.
+    pub(super) groups: Groups,
 }
 
 pub(super) fn bad(what: String) -> Error {
@@ -79,6 +83,15 @@ pub(super) fn bad(what: String) -> Error {
 
 impl Communicator {
     pub(super) fn init(runtime: &Runtime, o: CommOptions) -> Result<Communicator, Error> {
+        Communicator::init_on(runtime, o, None)
+    }
+
+    /// As a rank of a sub-group the communicator stays on `device`, where the rank is in the whole group.
+    pub(super) fn init_on(
+        runtime: &Runtime,
+        o: CommOptions,
+        device: Option<NeuronDeviceInfo>,
+    ) -> Result<Communicator, Error> {
         let (rank, n) = (o.rank, o.nranks);
         let (Ok(rank32), Ok(n32)) = (i32::try_from(rank), i32::try_from(n)) else {
             return Err(bad(format!("rank {rank} of {n} is too large")));
@@ -93,9 +106,11 @@ impl Communicator {
             })?,
         };
         // The library answers for a rank outside the world; the device only needs a place that exists.
-        let dev = device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?;
-        let logical_core = dev.nec_dev_id;
-        let instance = loaded.instantiate(&inner.tenant, &abort, Some(logical_core))?;
+        let dev = match device {
+            Some(d) => d,
+            None => device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?,
+        };
+        let instance = loaded.instantiate(&inner.tenant, &abort, Some(dev.nec_dev_id))?;
         let forward = &inner.forward;
         let made = match &o.rendezvous {
             Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,
@@ -121,9 +136,11 @@ impl Communicator {
             plane,
             info,
             rings,
-            logical_core,
+            device: dev,
             timeout: o.timeout.unwrap_or(inner.config.timeout),
+            groups: Groups::default(),
         };
+        made.groups.prepare(&made, &o.rendezvous)?;
         if o.graph {
             made.build_graph()?;
         }
@@ -180,7 +197,7 @@ impl Communicator {
 
     /// The logical core it runs on.
     pub fn logical_core(&self) -> i32 {
-        self.logical_core
+        self.device.nec_dev_id
     }
 
     /// The switch that ends it from any thread.

@@ -1,4 +1,4 @@
-//! The public API: [`Runtime`], [`Communicator`], [`Tensor`], [`Io`].
+//! The public API: [`Runtime`], [`Communicator`], [`Tensor`], [`Io`]; communicators of a communicator's ranks in [`groups`].
 //!
 //! ```text
 //! let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
@@ -11,6 +11,7 @@
 mod collectives;
 mod communicator;
 mod dump;
+pub mod groups;
 pub(crate) mod plane;
 mod runtime;
 mod streams;

@@ -287,6 +287,12 @@ impl DeviceIdMaps {
         Ok(mla_idx == other || self.port_map[mla].contains(&other))
     }
 
+    /// Whether every accelerator of `other` is here, with the same routing id.
+    fn covers(&self, other: &DeviceIdMaps) -> bool {
+        let mut both = other.mla_to_rid.iter().zip(&self.mla_to_rid);
+        both.all(|(theirs, ours)| *theirs == MLA_ABSENT || theirs == ours)
+    }
+
     fn assert_built(&self) -> Result<(), MapError> {
         if self.built { Ok(()) } else { Err(MapError::NotBuilt) }
     }
@@ -317,7 +323,8 @@ impl IdMapSet {
         IdMapSet { model, maps: BTreeMap::new() }
     }
 
-    /// `nec_build_port_and_rid_map`. See [`DeviceIdMaps::build`].
+    /// `nec_build_port_and_rid_map`. See [`DeviceIdMaps::build`]. Maps that hold all these accelerators already stay: the
+    /// library of a sub-group names only its own, and the whole group's must not lose the others.
     ///
     /// # Errors
     /// [`MapError`]; the device's maps stay as they were.
@@ -325,7 +332,9 @@ impl IdMapSet {
         check_local(local_dev)?;
         let mut maps = DeviceIdMaps::default();
         maps.build(self.model.fabric(), mla_indexes, host_device_ids)?;
-        self.maps.insert(local_dev, maps);
+        if !self.maps.get(&local_dev).is_some_and(|old| old.covers(&maps)) {
+            self.maps.insert(local_dev, maps);
+        }
         Ok(())
     }
 
@@ -531,6 +540,8 @@ mod tests {
         assert_eq!(set.build(-2, &[], &[]), Err(MapError::LocalDeviceOutOfRange { local_dev: -2 }));
 
         set.build(0, &[0, 1], &[0, 1]).unwrap();
+        set.build(0, &[1], &[1]).unwrap();
+        assert_eq!(set.is_mla_available(0, 0), Ok(true), "a smaller set takes nothing away");
         assert_eq!(all(&set, 0, -1), [MapError::MlaIndexOutOfRange { mla_idx: -1 }; 4]);
         assert_eq!(all(&set, 1, 0), [MapError::NotBuilt; 4], "the maps are per local device");
         assert_eq!(set.mla_idx_to_rid(0, 2), Err(MapError::MlaAbsent { mla_idx: 2 }));

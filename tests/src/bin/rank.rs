@@ -58,6 +58,7 @@ fn run() -> Result<()> {
             say("done");
             Ok(())
         }
+        "shrink" => shrink(&mut comm),
         _ => bail!("unknown mode `{mode}`"),
     }
 }
@@ -92,6 +93,42 @@ fn bootstrap(comm: &mut Communicator, runtime: &Runtime) -> Result<()> {
     // Nobody leaves while others still exchange.
     let _ = comm.bootstrap_all_gather(&[0]);
     Ok(())
+}
+
+/// Runs until an operation fails, unless the survivors are to shrink at once; then tries the lists of EXCLUDE (`3;2,3`) in
+/// turn, saying what each attempt ended with, and uses what it gets. The rank LEAVES exits first of all.
+fn shrink(comm: &mut Communicator) -> Result<()> {
+    let rank = comm.rank();
+    if number("LEAVES").is_ok_and(|r| r == rank) {
+        std::process::exit(0);
+    }
+    let t = comm.tensor(4096)?;
+    if std::env::var("AT_ONCE").is_err() {
+        // The first one connects every pair.
+        comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max)?;
+        say("running");
+        while comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max).is_ok() {}
+        say("broken");
+    }
+    if number("LATE").is_ok_and(|r| r == rank) {
+        std::thread::sleep(std::time::Duration::from_millis(2500));
+    }
+    for list in std::env::var("EXCLUDE")?.split(';') {
+        let excluded: Vec<usize> = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
+        match comm.shrink(&excluded) {
+            Err(e) => say(&format!("shrink: {e}")),
+            Ok(mut smaller) => {
+                // The tensor of the broken communicator serves in the new one.
+                t.write(0, &1u32.to_le_bytes().repeat(1024))?;
+                smaller.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum)?;
+                let mut sum = [0; 4];
+                t.read(4092, &mut sum)?;
+                say(&format!("rank {} of {} sum {}", smaller.rank(), smaller.nranks(), u32::from_le_bytes(sum)));
+                return smaller.barrier().map_err(Into::into);
+            }
+        }
+    }
+    bail!("no list of EXCLUDE led to a communicator")
 }
 
 fn loop_for_ever(comm: &mut Communicator) -> Result<()> {

@@ -1,0 +1,526 @@
+//! Communicators of some of a communicator's ranks: replica groups, split, shrink.
+//!
+//! | call | original | who takes part | how they agree |
+//! |---|---|---|---|
+//! | [`Communicator::group`] | one communicator per set of bootstrap participants | the group | its program's signature, over the parent's bootstrap |
+//! | [`Communicator::split`] | `ncclCommSplit`, `MPI_Comm_split` | all ranks | the table of colours, over the parent's bootstrap |
+//! | [`Communicator::shrink`] | `ncclCommShrink` | those that are left | the list of survivors, over the ranks' meeting places |
+//!
+//! All three end alike: a verdict of the whole group (`verdict`), an id, and only then the library's `InitComm` (INV-29).
+//! A rank stays on its device, so tensors of the parent serve in the new communicator.
+//!
+//! Invariants: one group or split is made at a time, and one shrink (the locks of [`Groups`]), because the messages of two
+//! would mix; after a message was lost the parent's bootstrap is out of step and serves no more groups, which `shrink` does
+//! not need. Threads: the caller's.
+
+mod beacon;
+mod pool;
+mod signature;
+mod verdict;
+
+use std::sync::{Mutex, OnceLock};
+
+use beacon::{Beacon, Meeting};
+use pool::Pool;
+use verdict::{Messages, Refusal, agree};
+
+pub use pool::PooledComm;
+pub use signature::{Program, ProgramOp, SEND, SIGNATURE_BYTES, Signature};
+
+use super::communicator::{CommOptions, Communicator, Rendezvous, bad};
+use crate::error::Error;
+use crate::limits::{GROUP_STREAMS, ID_BYTES, LISTED_RANKS};
+use crate::status::Status;
+use crate::tenant::lock;
+
+/// A list of ranks for a message; a long one is cut.
+fn listed(ranks: &[usize]) -> String {
+    if ranks.len() <= LISTED_RANKS {
+        return format!("{ranks:?}");
+    }
+    let shown: Vec<String> = ranks[..LISTED_RANKS].iter().map(usize::to_string).collect();
+    format!("[{}, and {} more]", shown.join(", "), ranks.len() - LISTED_RANKS)
+}
+
+/// What a communicator keeps for the ones made of it.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    state: Mutex<State>,
+    /// Absent in a group of one.
+    beacon: OnceLock<Mutex<Beacon>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pool: Pool,
+    /// Why the bootstrap serves no more groups.
+    out_of_step: Option<String>,
+}
+
+impl Groups {
+    /// Opens the meeting place; once, in the init, by every rank.
+    pub(super) fn prepare(&self, comm: &Communicator, at: &Rendezvous) -> Result<(), Error> {
+        if comm.nranks() > 1 {
+            // The first one stays, and this is the first.
+            let _ = self.beacon.set(Mutex::new(Beacon::open(comm, at)?));
+        }
+        Ok(())
+    }
+}
+
+/// One replica group as a rank asks for it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Group {
+    /// Its ranks.
+    pub participants: Vec<usize>,
+    /// The ranks that make the communicator, in its rank order. The same as the participants, but in hierarchical and pod
+    /// layouts, where only some of them bootstrap together. This list is the pool's key.
+    pub bootstrap_participants: Vec<usize>,
+}
+
+impl Group {
+    /// A group whose participants bootstrap together.
+    pub fn of(participants: impl Into<Vec<usize>>) -> Group {
+        let participants = participants.into();
+        Group { bootstrap_participants: participants.clone(), participants }
+    }
+}
+
+/// How [`Communicator::group`] makes a communicator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GroupOptions {
+    /// Stream, 0 to 3.
+    pub stream: u32,
+    /// Build and connect the rings. A communicator made without gets them when it is asked for again with.
+    pub graph: bool,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        GroupOptions { stream: 0, graph: true }
+    }
+}
+
+/// Replica groups that were checked: every rank of the world is in exactly one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReplicaGroups {
+    groups: Vec<Vec<usize>>,
+    mine: usize,
+}
+
+impl ReplicaGroups {
+    /// Checks the groups of a world of `world` ranks as rank `me` has them.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] with the list that is wrong: no groups, an empty one, a rank outside the world, a rank twice in a
+    /// group or in two groups, this rank in none ("replica groups does not have myself"), another rank in none.
+    pub fn new(groups: &[Vec<usize>], world: usize, me: usize) -> Result<ReplicaGroups, Error> {
+        let all = || {
+            let shown: Vec<String> = groups.iter().take(LISTED_RANKS).map(|g| listed(g)).collect();
+            let more = groups.len().saturating_sub(LISTED_RANKS);
+            let more = if more > 0 { format!(", and {more} more") } else { String::new() };
+            format!("[{}{more}]", shown.join(", "))
+        };
+        if groups.is_empty() {
+            return Err(bad(format!(
+                "replica groups are empty; give a list that holds each of the {world} ranks once"
+            )));
+        }
+        let mut owner: Vec<Option<usize>> = vec![None; world];
+        for (i, group) in groups.iter().enumerate() {
+            if group.is_empty() {
+                return Err(bad(format!("replica group {i} of {} is empty; leave it out", all())));
+            }
+            for rank in group {
+                let Some(place) = owner.get_mut(*rank) else {
+                    return Err(bad(format!(
+                        "replica group {i}, {}, holds rank {rank}, which is not one of the {world} ranks 0 to {}",
+                        listed(group),
+                        world.saturating_sub(1)
+                    )));
+                };
+                match *place {
+                    None => *place = Some(i),
+                    Some(first) if first == i => {
+                        return Err(bad(format!("replica group {i}, {}, holds rank {rank} twice", listed(group))));
+                    }
+                    Some(first) => {
+                        return Err(bad(format!(
+                            "replica groups overlap: rank {rank} is in group {first}, {}, and in group {i}, {}",
+                            listed(&groups[first]),
+                            listed(group)
+                        )));
+                    }
+                }
+            }
+        }
+        let Some(mine) = owner.get(me).copied().flatten() else {
+            return Err(bad(format!(
+                "replica groups does not have myself: rank {me} of {world} is in none of {}",
+                all()
+            )));
+        };
+        let absent: Vec<usize> = (0..world).filter(|r| owner[*r].is_none()).collect();
+        if !absent.is_empty() {
+            return Err(bad(format!(
+                "replica groups have a gap: of the {world} ranks, {} are in none of {}; give each rank a group, of its own if it is alone",
+                listed(&absent),
+                all()
+            )));
+        }
+        Ok(ReplicaGroups { groups: groups.to_vec(), mine })
+    }
+
+    /// The group of the rank that they were checked for.
+    pub fn mine(&self) -> Group {
+        Group::of(self.groups[self.mine].clone())
+    }
+
+    /// All of them, as given.
+    pub fn all(&self) -> &[Vec<usize>] {
+        &self.groups
+    }
+}
+
+/// Messages between the members of a group over their common bootstrap. `rounds` is of no use here: the library's own
+/// deadline bounds each wait.
+struct Bootstrap<'a> {
+    comm: &'a Communicator,
+    members: &'a [usize],
+    /// A message was lost: later ones would be taken for it.
+    lost: bool,
+}
+
+impl Bootstrap<'_> {
+    /// Adds to a failed exchange whether the other one is there at all.
+    fn about(&self, position: usize, e: &Error) -> String {
+        let rank = self.members[position];
+        let gone = self.comm.groups.beacon.get().is_some_and(|b| lock(b).gone(rank));
+        let state = if gone { "is gone: its process has ended or it has freed the communicator" } else { "lives" };
+        format!("rank {rank} {state}; {e}")
+    }
+}
+
+impl Messages for Bootstrap<'_> {
+    fn members(&self) -> &[usize] {
+        self.members
+    }
+
+    fn parent_ranks(&self) -> usize {
+        self.comm.nranks()
+    }
+
+    fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
+        self.comm.bootstrap_send(self.members[to] as i32, data).map_err(|e| {
+            self.lost = true;
+            self.about(to, &e)
+        })
+    }
+
+    fn recv(&mut self, from: usize, bytes: usize, _: u32) -> Result<Vec<u8>, String> {
+        self.comm.bootstrap_recv(self.members[from] as i32, bytes as u64).map_err(|e| {
+            self.lost = true;
+            self.about(from, &e)
+        })
+    }
+}
+
+/// What is being made, for messages.
+struct Purpose<'a> {
+    what: String,
+    members: &'a [usize],
+    signature: &'a Signature,
+    stream: u32,
+}
+
+impl Purpose<'_> {
+    /// The sentence of a refusal.
+    fn refused(&self, me: usize, why: Refusal) -> Error {
+        let Purpose { what, members, signature, .. } = self;
+        let group = listed(members);
+        let (text, status) = match why {
+            Refusal::Differ(a, b) => (
+                format!(
+                    "failed signature validation: mismatched collectives between the peers: rank {a} and rank {b} of \
+                     {group} differ; rank {me} has {}; give all ranks of the group the same program",
+                    signature.describe(members)
+                ),
+                Status::INVALID,
+            ),
+            Refusal::Silent { who, waiter, why } => (
+                format!(
+                    "rank {who} of {group} did not take part, rank {waiter} waited for it: {why}; no rank of the group \
+                     made the communicator"
+                ),
+                Status::CLOSED,
+            ),
+            Refusal::NoId(why) => (format!("failed to get unique ID on rank {}: {why}", members[0]), Status::FAILURE),
+            Refusal::Foreign(who) => (
+                format!("rank {who} of {group} sent a message that cannot be; is it another version?"),
+                Status::FAILURE,
+            ),
+        };
+        Error::Group { what: format!("{what} {text}"), status }
+    }
+
+    fn no_init(&self, e: &Error) -> Error {
+        let hint = if e.to_string().contains("Unsupported topology") {
+            "; choose groups that cover 1, 4, 8 or 16 whole accelerators without a gap, or set \
+             CCOM_DBG_DISABLE_VERIFY_TOPOLOGY=1 on all ranks"
+        } else {
+            ""
+        };
+        let (what, group, stream) = (&self.what, listed(self.members), self.stream);
+        let status = e.status();
+        Error::Group {
+            what: format!(
+                "{what} failed to init NCCL comm stream_id:{stream} of ranks {group} (in what follows, rank 0 is the \
+                 first of them, rank 1 the second): {e}{hint}"
+            ),
+            status,
+        }
+    }
+}
+
+impl Communicator {
+    /// The communicator of a replica group: of those ranks of `group` that bootstrap together, in that order. Made once per
+    /// list of bootstrap participants (INV-28), by all of them at the same point of the program; a later request for the same
+    /// list answers the same communicator, and builds its graph if only now it is wanted.
+    ///
+    /// Before it is made, all compare the signature of their programs; if two differ, no rank goes on (INV-29).
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a group that cannot be, [`Error::Group`] for programs that differ, a rank that does not take
+    /// part, or an init that fails.
+    pub fn group(&self, group: &Group, program: &Signature, options: GroupOptions) -> Result<PooledComm, Error> {
+        let (rank, n) = (self.rank(), self.nranks());
+        let members = &group.bootstrap_participants;
+        check_members(group, rank, n)?;
+        if options.stream >= GROUP_STREAMS {
+            let stream = options.stream;
+            return Err(bad(format!(
+                "stream {stream} of a group: there are {GROUP_STREAMS}, 0 to {}",
+                GROUP_STREAMS - 1
+            )));
+        }
+        let key = pool::key(members);
+        let mut state = lock(&self.groups.state);
+        if let Some(found) = state.pool.find(&key) {
+            let mut comm = found.lock();
+            if options.graph && comm.rings().is_empty() {
+                comm.build_graph()?;
+            }
+            drop(comm);
+            return Ok(found);
+        }
+        let id = state.pool.next_id();
+        let purpose = Purpose { what: format!("[gid: {id}]"), members, signature: program, stream: options.stream };
+        let made = self.make(&mut state, &purpose, options.graph)?;
+        Ok(state.pool.add(key, id, options.stream, made))
+    }
+
+    /// Pooled communicators of this one that somebody holds.
+    pub fn pooled(&self) -> usize {
+        lock(&self.groups.state).pool.alive()
+    }
+
+    /// Splits the ranks by colour, as `ncclCommSplit` and `MPI_Comm_split` do: those of one colour get a communicator, in
+    /// the order of `key`, ties in the order of their ranks. All ranks call it; one without a colour takes part in the
+    /// exchange and gets nothing.
+    ///
+    /// # Errors
+    /// [`Error::Entry`] and [`Error::Stopped`] of the exchange, [`Error::Group`] as [`Communicator::group`].
+    pub fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Communicator>, Error> {
+        let mut state = lock(&self.groups.state);
+        in_step(&state)?;
+        let mut block = [0u8; 9];
+        block[0] = u8::from(color.is_some());
+        block[1..5].copy_from_slice(&color.unwrap_or(0).to_le_bytes());
+        block[5..].copy_from_slice(&key.to_le_bytes());
+        let all = self.bootstrap_all_gather(&block).inspect_err(|e| state.out_of_step = Some(e.to_string()))?;
+        let Some(mine) = color else { return Ok(None) };
+        let members = colour(&all, mine);
+        let signature = Signature::of_members("split", &members);
+        let what = format!("split, colour {mine}:");
+        let purpose = Purpose { what, members: &members, signature: &signature, stream: 0 };
+        let graph = self.wants_graph();
+        self.make(&mut state, &purpose, graph).map(Some)
+    }
+
+    /// A communicator of all ranks but `excluded`, as `ncclCommShrink` makes it after a failure: ranks keep their order.
+    /// Every rank that is left calls it with the same list; the excluded ones do not, and may be dead. This communicator may be
+    /// broken, its library stopped: nothing of it is used but the ranks' meeting places, and no excluded rank is asked or
+    /// read. It is to be dropped afterwards; its tensors serve in the new one.
+    ///
+    /// A rank waits for the others as long as an operation does; one that is gone is noticed at once.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for a list that cannot be, [`Error::Group`] if the survivors' lists differ or one of them does not take
+    /// part, which names it: call again with it on the list.
+    pub fn shrink(&self, excluded: &[usize]) -> Result<Communicator, Error> {
+        let (rank, n) = (self.rank(), self.nranks());
+        for (i, r) in excluded.iter().enumerate() {
+            let list = listed(excluded);
+            if *r >= n {
+                return Err(bad(format!("shrink without {list}: rank {r} is not one of the {n} ranks")));
+            }
+            if excluded[..i].contains(r) {
+                return Err(bad(format!("shrink without {list}: rank {r} is listed twice")));
+            }
+            if *r == rank {
+                return Err(bad(format!("shrink without {list}: rank {rank} is one of them and must not call it")));
+            }
+        }
+        let members: Vec<usize> = (0..n).filter(|r| !excluded.contains(r)).collect();
+        let signature = Signature::of_members("shrink", &members);
+        let what = format!("shrink without {}:", listed(excluded));
+        let purpose = Purpose { what, members: &members, signature: &signature, stream: 0 };
+        let graph = self.wants_graph();
+        match self.groups.beacon.get() {
+            Some(beacon) => {
+                let mut beacon = lock(beacon);
+                let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout);
+                let id = self.decide(&purpose, &mut meeting)?;
+                self.join(&purpose, id, graph)
+            }
+            // A group of one has nobody to ask.
+            None => {
+                let id = self.runtime().unique_id(1)?;
+                self.join(&purpose, id, graph)
+            }
+        }
+    }
+
+    fn wants_graph(&self) -> bool {
+        !self.rings().is_empty()
+    }
+
+    /// Verdict and id over the bootstrap, then the init.
+    fn make(&self, state: &mut State, purpose: &Purpose<'_>, graph: bool) -> Result<Communicator, Error> {
+        in_step(state)?;
+        let mut messages = Bootstrap { comm: self, members: purpose.members, lost: false };
+        let decided = self.decide(purpose, &mut messages);
+        if messages.lost {
+            let why = decided.as_ref().err().map_or_else(String::new, Error::to_string);
+            state.out_of_step = Some(why);
+        }
+        self.join(purpose, decided?, graph)
+    }
+
+    fn decide(&self, purpose: &Purpose<'_>, messages: &mut impl Messages) -> Result<[u8; ID_BYTES], Error> {
+        let (r, n) = (self.position(purpose.members)?, purpose.members.len());
+        let id = || self.runtime().unique_id(n).map_err(|e| e.to_string());
+        agree(messages, r, n, purpose.signature.bytes(), id).map_err(|why| purpose.refused(self.rank(), why))
+    }
+
+    fn join(&self, purpose: &Purpose<'_>, id: [u8; ID_BYTES], graph: bool) -> Result<Communicator, Error> {
+        let (r, n) = (self.position(purpose.members)?, purpose.members.len());
+        let options = CommOptions { graph, timeout: Some(self.timeout), ..CommOptions::with_id(id, r, n) };
+        Communicator::init_on(self.runtime(), options, Some(self.device.clone())).map_err(|e| purpose.no_init(&e))
+    }
+
+    fn position(&self, members: &[usize]) -> Result<usize, Error> {
+        let me = self.rank();
+        let found = members.iter().position(|m| *m == me);
+        found.ok_or_else(|| Error::Bug(format!("rank {me} makes a group {} without itself", listed(members))))
+    }
+}
+
+fn in_step(state: &State) -> Result<(), Error> {
+    match &state.out_of_step {
+        None => Ok(()),
+        Some(why) => Err(Error::Group {
+            what: format!(
+                "the bootstrap of this communicator makes no more groups since one of them failed ({why}); shrink does not \
+                 need it"
+            ),
+            status: Status::CLOSED,
+        }),
+    }
+}
+
+fn check_members(group: &Group, rank: usize, n: usize) -> Result<(), Error> {
+    for (name, list) in
+        [("participants", &group.participants), ("bootstrap participants", &group.bootstrap_participants)]
+    {
+        let shown = listed(list);
+        let mut seen = vec![false; n];
+        for r in list {
+            match seen.get_mut(*r) {
+                None => return Err(bad(format!("{name} {shown}: rank {r} is not one of the {n} ranks"))),
+                Some(s) if *s => return Err(bad(format!("{name} {shown}: rank {r} is listed twice"))),
+                Some(s) => *s = true,
+            }
+        }
+        if !seen[rank] {
+            return Err(bad(format!("{name} {shown}: replica groups does not have myself, rank {rank}")));
+        }
+    }
+    Ok(())
+}
+
+/// The ranks of one colour from the gathered table, by key and rank.
+fn colour(table: &[u8], mine: u32) -> Vec<usize> {
+    let mut found: Vec<(i32, usize)> = Vec::new();
+    for (rank, b) in table.chunks_exact(9).enumerate() {
+        let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
+        if b[0] == 1 && word(1) == mine {
+            found.push((word(5) as i32, rank));
+        }
+    }
+    found.sort_unstable();
+    found.into_iter().map(|(_, rank)| rank).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(groups: &[&[usize]], world: usize, me: usize) -> String {
+        let groups: Vec<Vec<usize>> = groups.iter().map(|g| g.to_vec()).collect();
+        ReplicaGroups::new(&groups, world, me).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn wrong_replica_groups_are_refused_with_the_list() {
+        let overlap = refused(&[&[0, 1], &[1, 2, 3]], 4, 0);
+        assert!(overlap.contains("rank 1 is in group 0, [0, 1], and in group 1, [1, 2, 3]"), "{overlap}");
+        let gap = refused(&[&[0, 1], &[3]], 4, 0);
+        assert!(gap.contains("gap: of the 4 ranks, [2] are in none of [[0, 1], [3]]"), "{gap}");
+        let me = refused(&[&[0, 1], &[3]], 4, 2);
+        assert!(me.contains("replica groups does not have myself: rank 2 of 4 is in none of [[0, 1], [3]]"), "{me}");
+        let outside = refused(&[&[0, 1], &[2, 9]], 4, 0);
+        assert!(outside.contains("group 1, [2, 9], holds rank 9") && outside.contains("0 to 3"), "{outside}");
+        let twice = refused(&[&[0, 0], &[1]], 2, 0);
+        assert!(twice.contains("group 0, [0, 0], holds rank 0 twice"), "{twice}");
+        assert!(refused(&[], 2, 0).contains("empty"));
+        assert!(refused(&[&[0, 1], &[]], 2, 0).contains("replica group 1 of [[0, 1], []] is empty"));
+        let long: Vec<usize> = (1..100).collect();
+        let cut = refused(&[&long], 100, 0);
+        assert!(cut.contains("and 67 more") && cut.len() < 400, "{cut}");
+        let fine = ReplicaGroups::new(&[vec![2, 0], vec![1]], 3, 0).unwrap();
+        assert_eq!(fine.mine().participants, [2, 0]);
+    }
+
+    #[test]
+    fn colours_are_ordered_by_key_then_rank() {
+        let mut table = Vec::new();
+        for (has, color, key) in [(1u8, 7u32, 5i32), (1, 7, -1), (0, 0, -9), (1, 8, 0), (1, 7, 5)] {
+            table.push(has);
+            table.extend(color.to_le_bytes());
+            table.extend(key.to_le_bytes());
+        }
+        assert_eq!(colour(&table, 7), [1, 0, 4]);
+        assert_eq!(colour(&table, 8), [3]);
+        assert_eq!(colour(&table, 0), [] as [usize; 0], "no colour is not colour 0");
+    }
+
+    /// The key is the list's bytes, in its order.
+    ///
+    /// Proves INV-28.
+    #[test]
+    fn the_key_is_the_bytes_of_the_list() {
+        assert_eq!(pool::key(&[1, 258]), [1, 0, 0, 0, 2, 1, 0, 0]);
+        assert_ne!(pool::key(&[0, 1]), pool::key(&[1, 0]));
+    }
+}

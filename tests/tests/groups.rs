@@ -1,0 +1,411 @@
+//! Communicators of some of a communicator's ranks: replica groups and their pool, split, shrink after a failure.
+
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use common::{bytes_of, config, free_port, values_of, world};
+use host_runtime::error::Error;
+use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
+use host_runtime::nrt::{Communicator, Io, Tensor};
+use host_runtime::status::Status;
+use host_runtime::{DataType, ReduceOp};
+
+/// Sums the ranks of the parent over `comm`, in a tensor of whatever communicator; answers the sum.
+fn sum_of(comm: &mut Communicator, t: &Tensor, mine: usize) -> f32 {
+    t.write(0, &bytes_of(&[mine as f32; 16])).unwrap();
+    comm.all_reduce(Io::in_place(t), 16, DataType::Fp32, ReduceOp::Sum).unwrap();
+    let mut out = [0; 64];
+    t.read(0, &mut out).unwrap();
+    let values = values_of(&out);
+    assert!(values.iter().all(|v| *v == values[0]));
+    values[0]
+}
+
+/// A program of one all-reduce in one group.
+fn program(rank: usize, participants: &[usize], size: u64) -> Signature {
+    let participants: Vec<u32> = participants.iter().map(|p| *p as u32).collect();
+    Program::new(rank as u32).replica_group(&participants, &[ProgramOp::Other { op: 1, size, word: 0 }]).finish()
+}
+
+/// Proves INV-28, INV-29.
+#[test]
+fn replica_groups_are_pooled_by_their_bootstrap_participants() {
+    world(4, &config(), |mut comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let groups = ReplicaGroups::new(&[vec![0, 1], vec![2, 3]], 4, rank).unwrap();
+        let group = groups.mine();
+        let sig = program(rank, &group.participants, 16);
+        let first = comm.group(&group, &sig, GroupOptions::default()).unwrap();
+        let expected = if rank < 2 { 1.0 } else { 5.0 };
+        assert_eq!(sum_of(&mut first.lock(), &t, rank), expected);
+        // The key is the list of participants, u32 each.
+        let (low, high) = (rank as u8 & 2, rank as u8 | 1);
+        assert_eq!(first.key(), [low, 0, 0, 0, high, 0, 0, 0]);
+
+        // The same list again: no call of the library, the same communicator, whatever the program.
+        let calls = comm.runtime().component_calls();
+        let again = comm.group(&group, &program(rank, &[], 999), GroupOptions::default()).unwrap();
+        assert!(again.same(&first) && first.handles() == 2);
+        // Other participants, the same bootstrap participants: the same one too.
+        let layout = Group { participants: vec![0, 1, 2, 3], bootstrap_participants: group.participants.clone() };
+        assert!(comm.group(&layout, &sig, GroupOptions::default()).unwrap().same(&first));
+        assert_eq!(comm.runtime().component_calls(), calls);
+        assert_eq!(comm.pooled(), 1);
+
+        // The same ranks in another order: another communicator, with other ranks.
+        let turned = Group::of(vec![usize::from(high), usize::from(low)]);
+        let second = comm.group(&turned, &sig, GroupOptions { stream: 3, graph: true }).unwrap();
+        assert!(!second.same(&first));
+        assert_eq!((first.lock().rank(), second.lock().rank()), (rank % 2, 1 - rank % 2));
+        assert_eq!((first.stream(), second.stream(), second.group_id()), (0, 3, 1));
+        assert_eq!(sum_of(&mut second.lock(), &t, rank), expected);
+        assert_eq!((comm.pooled(), comm.runtime().tenant().communicators()), (2, 3));
+
+        // The last handle frees it; the parent goes on.
+        drop((first, again, second));
+        assert_eq!((comm.pooled(), comm.runtime().tenant().communicators()), (0, 1));
+        assert_eq!(sum_of(&mut comm, &t, rank), 6.0);
+    });
+}
+
+/// A communicator made without its graph gets it from the request that wants it.
+///
+/// Proves INV-28.
+#[test]
+fn a_hit_builds_the_graph_that_is_now_wanted() {
+    world(2, &config(), |comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (group, sig) = (Group::of([1, 0]), program(rank, &[1, 0], 16));
+        let bare = comm.group(&group, &sig, GroupOptions { stream: 0, graph: false }).unwrap();
+        let e = bare.lock().barrier().unwrap_err().to_string();
+        assert!(e.contains("build_graph"), "{e}");
+        let built = comm.group(&group, &sig, GroupOptions::default()).unwrap();
+        assert!(built.same(&bare));
+        assert_eq!(sum_of(&mut bare.lock(), &t, rank), 1.0);
+    });
+}
+
+/// One rank with another program: all of the group are told which two differ, nobody has called InitComm, and the next group
+/// is made as if nothing had been.
+///
+/// Proves INV-29.
+#[test]
+fn programs_that_differ_are_refused_on_every_rank() {
+    world(4, &config(), |comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let group = Group::of([0, 1, 2, 3]);
+        let counters = &comm.runtime().tenant().counters;
+        let (entries, tasks) = (counters.entries(), counters.tasks());
+        let size = if rank == 3 { 17 } else { 16 };
+        let e = comm.group(&group, &program(rank, &[0, 1, 2, 3], size), GroupOptions::default()).unwrap_err();
+        let text = e.to_string();
+        assert!(
+            text.starts_with("[gid: 0] failed signature validation: mismatched collectives between the peers: ")
+                && text.contains("rank 1 and rank 3 of [0, 1, 2, 3] differ")
+                && text.contains(&format!("rank {rank} has 1 operations in 1 groups or sets of pairs")),
+            "{text}"
+        );
+        assert_eq!(e.status(), Status::INVALID);
+        // Bootstrap messages alone crossed the boundary: up and down, sent and received.
+        let messages = [4, 3, 3, 2][rank];
+        assert_eq!(counters.entries() - entries, messages, "rank {rank}: no InitComm, no id");
+        assert_eq!((counters.tasks(), comm.runtime().tenant().communicators()), (tasks, 1));
+        let made = comm.group(&group, &program(rank, &[0, 1, 2, 3], 16), GroupOptions::default()).unwrap();
+        assert_eq!(sum_of(&mut made.lock(), &t, rank), 6.0);
+    });
+}
+
+/// Both ends of a pair make a communicator: one sends, the other receives.
+///
+/// Proves INV-31.
+#[test]
+fn a_sender_and_its_receiver_agree() {
+    world(2, &config(), |comm| {
+        let rank = comm.rank();
+        let op = [ProgramOp::Send { size: 8, channel: 1 }, ProgramOp::Recv { size: 8 }][rank];
+        let sig = Program::new(rank as u32).pairs(&[(0, 1)], &[op]).replica_group(&[0, 1], &[op]).finish();
+        let made = comm.group(&Group::of([0, 1]), &sig, GroupOptions::default()).unwrap();
+        made.lock().barrier().unwrap();
+    });
+}
+
+#[test]
+fn wrong_groups_are_refused_before_anything_is_sent() {
+    world(2, &config(), |mut comm| {
+        let sig = Program::new(0).finish();
+        let calls = comm.runtime().component_calls();
+        let refuse = |group: &Group, o| comm.group(group, &sig, o).unwrap_err().to_string();
+        let other = Group::of([1 - comm.rank()]);
+        let e = refuse(&other, GroupOptions::default());
+        assert!(e.contains("replica groups does not have myself"), "{e}");
+        assert!(refuse(&Group::of([0, 1, 2]), GroupOptions::default()).contains("participants [0, 1, 2]: rank 2"));
+        assert!(refuse(&Group::of([0, 1, 0]), GroupOptions::default()).contains("listed twice"));
+        assert!(refuse(&Group::of([0, 1]), GroupOptions { stream: 4, graph: true }).contains("stream 4"));
+        for (excluded, said) in [(vec![2], "rank 2 is not one"), (vec![comm.rank()], "must not call it")] {
+            let e = comm.shrink(&excluded).unwrap_err().to_string();
+            assert!(e.contains(said), "{e}");
+        }
+        let twice = comm.shrink(&[1 - comm.rank(), 1 - comm.rank()]).unwrap_err().to_string();
+        assert!(twice.contains("listed twice"), "{twice}");
+        assert_eq!(comm.runtime().component_calls(), calls);
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn split_by_colour_and_key() {
+    world(5, &config(), |mut comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        // 0 and 2 and 4 in one, backwards; 1 and 3 in the other; then 4 takes no part.
+        let mut half = comm.split(Some(rank as u32 % 2), -(rank as i32)).unwrap().unwrap();
+        let (place, n, sum) = [(2, 3, 6.0), (1, 2, 4.0), (1, 3, 6.0), (0, 2, 4.0), (0, 3, 6.0)][rank];
+        assert_eq!((half.rank(), half.nranks()), (place, n), "rank {rank}");
+        assert_eq!(sum_of(&mut half, &t, rank), sum);
+        let some = comm.split((rank < 4).then_some(9), 0).unwrap();
+        assert_eq!(some.is_some(), rank < 4);
+        if let Some(mut some) = some {
+            assert_eq!((some.rank(), some.nranks()), (rank, 4));
+            assert_eq!(sum_of(&mut some, &t, rank), 6.0);
+            // A part of a part, and one alone.
+            let mut alone = some.split(Some(rank as u32), 0).unwrap().unwrap();
+            assert_eq!(alone.nranks(), 1);
+            assert_eq!(sum_of(&mut alone, &t, rank), rank as f32);
+        }
+        // All of them still work, in any order that is the same everywhere.
+        assert_eq!(sum_of(&mut half, &t, rank), sum);
+        assert_eq!(sum_of(&mut comm, &t, rank), 10.0);
+    });
+}
+
+/// Ranks on several accelerators: a part on one of them does not take the others from the whole, and a part whose
+/// accelerators the library cannot use is told which would do.
+#[test]
+fn parts_over_several_accelerators() {
+    world(16, &config(), |mut comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let mut near = comm.split(Some(rank as u32 / 4), 0).unwrap().unwrap();
+        assert_eq!(near.logical_core(), comm.logical_core());
+        assert_eq!(sum_of(&mut near, &t, rank), (rank / 4 * 16 + 6) as f32);
+        // The whole connects every pair only now, with its own maps.
+        let (src, mut dst) = ([rank as u8; 16 * 64], [0u8; 16 * 64]);
+        comm.all_to_all(Io::Host { src: &src, dst: &mut dst }, 64, DataType::Uint8).unwrap();
+        assert!(dst.chunks(64).enumerate().all(|(r, b)| b == [r as u8; 64]));
+        let mut across = comm.split(Some(rank as u32 % 4), 0).unwrap().unwrap();
+        assert_eq!(sum_of(&mut across, &t, rank), (rank % 4 * 4 + 24) as f32);
+        let e = comm.split(Some(rank as u32 / 8), 0).unwrap_err();
+        let text = e.to_string();
+        assert!(
+            matches!(e, Error::Group { .. })
+                && text.contains("expects 1, 4, 8, or 16 local devices but got 2")
+                && text.contains("CCOM_DBG_DISABLE_VERIFY_TOPOLOGY"),
+            "{text}"
+        );
+        assert_eq!(sum_of(&mut comm, &t, rank), 120.0);
+    });
+}
+
+/// A rank leaves, the operation fails, the others go on without it; twice. The first time it leaves before the first operation
+/// has connected all pairs, so that the bootstrap is cut in the middle of an exchange, with messages that nobody fetches.
+#[test]
+fn survivors_shrink_and_shrink_again() {
+    world(5, &config(), |mut comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(1 << 16).unwrap());
+        if rank == 2 {
+            return;
+        }
+        while comm.all_reduce(Io::in_place(&t), 1 << 14, DataType::Fp32, ReduceOp::Max).is_ok() {}
+        let mut four = comm.shrink(&[2]).unwrap();
+        // The broken one may go at once.
+        drop(comm);
+        let place = rank - usize::from(rank > 2);
+        assert_eq!((four.rank(), four.nranks()), (place, 4));
+        assert_eq!(sum_of(&mut four, &t, rank), 8.0);
+        let half = four.split(Some(place as u32 % 2), 0).unwrap().unwrap();
+        assert_eq!(half.nranks(), 2);
+        drop(half);
+        if place == 0 {
+            return;
+        }
+        while four.barrier().is_ok() {}
+        let mut three = four.shrink(&[0]).unwrap();
+        assert_eq!((three.rank(), three.nranks()), (place - 1, 3));
+        assert_eq!(sum_of(&mut three, &t, rank), 8.0);
+        if place == 3 {
+            let token = three.abort_token().clone();
+            token.abort("enough");
+        }
+        // Down to one.
+        if place == 1 {
+            while three.barrier().is_ok() {}
+            let mut one = three.shrink(&[1, 2]).unwrap();
+            assert_eq!(sum_of(&mut one, &t, rank), rank as f32);
+        } else {
+            let _ = three.barrier();
+        }
+    });
+}
+
+/// Nothing needs to be broken for a shrink: the rest goes on beside the whole.
+#[test]
+fn a_shrink_of_a_sound_communicator_leaves_it_sound() {
+    world(3, &config(), |mut comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        for _ in 0..3 {
+            if rank != 1 {
+                let mut two = comm.shrink(&[1]).unwrap();
+                assert_eq!(sum_of(&mut two, &t, rank), 2.0);
+            }
+            assert_eq!(sum_of(&mut comm, &t, rank), 3.0);
+        }
+    });
+}
+
+/// Survivors that disagree about who is excluded: both are told, nobody waits.
+#[test]
+fn survivors_with_different_lists_are_told() {
+    let begun = Instant::now();
+    let texts = world(4, &config(), |comm| {
+        let excluded: &[usize] = match comm.rank() {
+            3 => return String::new(),
+            2 => &[1, 3],
+            _ => &[3],
+        };
+        comm.shrink(excluded).unwrap_err().to_string()
+    });
+    for (r, said) in [
+        (0, "rank 2 of [0, 1, 2] did not take part, rank 0 waited for it: rank 2 excludes other ranks than rank 0"),
+        (1, "rank 2 of [0, 1, 2] did not take part, rank 0 waited for it: rank 2 excludes other ranks than rank 0"),
+        (2, "rank 0 of [0, 2] did not take part, rank 2 waited for it: rank 0 excludes other ranks than rank 2"),
+    ] {
+        assert!(texts[r].contains(said), "rank {r}: {}", texts[r]);
+    }
+    assert!(begun.elapsed() < Duration::from_secs(15), "nobody waits for the deadline");
+}
+
+/// A rank's process and the lines it prints.
+struct Rank {
+    child: Child,
+    lines: Receiver<String>,
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Rank {
+    /// The next line; a rank that says nothing for long fails the test.
+    fn line(&self) -> String {
+        self.lines.recv_timeout(Duration::from_secs(60)).expect("a line of the rank")
+    }
+}
+
+fn start(n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
+    let root = format!("127.0.0.1:{}", free_port());
+    let ranks: Vec<Rank> = (0..n)
+        .map(|rank| {
+            let mut child = Command::new(env!("CARGO_BIN_EXE_rank"))
+                .arg("shrink")
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", n.to_string())
+                .env("NEURON_RT_ROOT_COMM_ID", &root)
+                .env("NEURON_CCOM_SOCK_TIMEOUT", "40000")
+                .env("WCCL_TIMEOUT_MS", "40000")
+                .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
+                .envs(vars.iter().copied())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let out = BufReader::new(child.stdout.take().unwrap());
+            let (tx, lines) = channel();
+            std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
+            Rank { child, lines }
+        })
+        .collect();
+    for (r, rank) in ranks.iter().enumerate() {
+        assert_eq!(rank.line(), "ready", "rank {r}");
+        if !vars.iter().any(|v| v.0 == "AT_ONCE") {
+            assert_eq!(rank.line(), "running", "rank {r}");
+        }
+    }
+    ranks
+}
+
+fn kill(rank: &mut Rank) {
+    rank.child.kill().unwrap();
+    rank.child.wait().unwrap();
+}
+
+/// Less than half of the deadline of a wait: nobody may have waited for one.
+const SOON: Duration = Duration::from_secs(18);
+
+#[test]
+fn the_others_go_on_after_a_rank_was_killed() {
+    let mut ranks = start(4, &[("EXCLUDE", "2")]);
+    kill(&mut ranks[2]);
+    let begun = Instant::now();
+    for (r, said) in [(0, "rank 0 of 3 sum 3"), (1, "rank 1 of 3 sum 3"), (3, "rank 2 of 3 sum 3")] {
+        assert_eq!((ranks[r].line().as_str(), ranks[r].line().as_str()), ("broken", said), "rank {r}");
+        assert!(ranks[r].child.wait().unwrap().success());
+    }
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
+
+/// An excluded rank that exits at once is neither waited for nor read (NVIDIA/nccl#2397).
+#[test]
+fn an_excluded_rank_that_exits_at_once_does_not_matter() {
+    let begun = Instant::now();
+    let ranks = start(4, &[("EXCLUDE", "3"), ("LEAVES", "3"), ("AT_ONCE", "1")]);
+    for (r, rank) in ranks[..3].iter().enumerate() {
+        assert_eq!(rank.line(), format!("rank {r} of 3 sum 3"));
+    }
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
+
+/// A second rank dies before the shrink: its name is the error, at once, and a list with both leads on.
+#[test]
+fn a_further_death_is_named_and_can_be_excluded_too() {
+    for victim in [0usize, 2] {
+        let exclude = format!("3;3,{victim}");
+        let mut ranks = start(4, &[("EXCLUDE", &exclude)]);
+        kill(&mut ranks[victim]);
+        kill(&mut ranks[3]);
+        let begun = Instant::now();
+        for (place, r) in (0..3).filter(|r| *r != victim).enumerate() {
+            assert_eq!(ranks[r].line(), "broken", "rank {r}");
+            let said = ranks[r].line();
+            let named = format!("rank {victim} of [0, 1, 2] did not take part");
+            assert!(said.contains("shrink without [3]") && said.contains(&named), "rank {r}: {said}");
+            assert!(said.contains(&format!("rank {victim} is gone")), "rank {r}: {said}");
+            assert_eq!(ranks[r].line(), format!("rank {place} of 2 sum 2"));
+        }
+        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    }
+}
+
+/// A rank dies while it waits in the shrink for one that is late: the two that are left hear its name.
+#[test]
+fn a_death_in_the_middle_of_a_shrink_is_named() {
+    let mut ranks = start(4, &[("EXCLUDE", "3;2,3"), ("LATE", "1")]);
+    kill(&mut ranks[3]);
+    for r in [0, 1, 2] {
+        assert_eq!(ranks[r].line(), "broken", "rank {r}");
+    }
+    // Rank 2 is in the shrink by then, or dies before it; rank 1 comes later.
+    std::thread::sleep(Duration::from_millis(500));
+    kill(&mut ranks[2]);
+    let begun = Instant::now();
+    for r in [0, 1] {
+        let said = ranks[r].line();
+        assert!(said.contains("rank 2 of [0, 1, 2] did not take part"), "rank {r}: {said}");
+        assert_eq!(ranks[r].line(), format!("rank {r} of 2 sum 2"));
+    }
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
