@@ -7,12 +7,13 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use common::{bytes_of, config, free_port, values_of, world};
+use common::{bytes_of, config, free_port, plugin_file, values_of, world};
 use host_runtime::error::Error;
 use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
 use host_runtime::nrt::{Communicator, Io, Tensor};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
+use tests::zoo;
 
 /// Sums the ranks of the parent over `comm`, in a tensor of whatever communicator; answers the sum.
 fn sum_of(comm: &mut Communicator, t: &Tensor, mine: usize) -> f32 {
@@ -260,6 +261,32 @@ fn a_shrink_of_a_sound_communicator_leaves_it_sound() {
                 assert_eq!(sum_of(&mut two, &t, rank), 2.0);
             }
             assert_eq!(sum_of(&mut comm, &t, rank), 3.0);
+        }
+    });
+}
+
+/// The library has stopped on every rank and one rank has aborted: what a split needs is gone, what a shrink needs is not.
+#[test]
+fn a_shrink_needs_neither_the_library_nor_the_bootstrap() {
+    let core = zoo::built("nccom.core.wasm").unwrap();
+    let trap = [("neuron:nccom/collectives#neuron-get-peer-device-id", "unreachable")];
+    let file = plugin_file("stops-before-a-shrink", &zoo::described(&zoo::rewrite(&core, &trap).unwrap()).unwrap());
+    let mut c = config();
+    c.plugin = Some(file.path().into());
+    world(3, &c, |comm| {
+        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        comm.peer_device_id(0).unwrap_err();
+        assert!(comm.control_stopped().is_some());
+        assert!(matches!(comm.split(Some(0), 0), Err(Error::Stopped { .. })));
+        let refused = comm.group(&Group::of([0, 1, 2]), &program(rank, &[], 1), GroupOptions::default());
+        let e = refused.unwrap_err().to_string();
+        assert!(e.contains("makes no more groups since one of them failed"), "{e}");
+        if rank == 0 {
+            comm.abort_token().abort("the library has stopped");
+        }
+        if rank != 1 {
+            let mut two = comm.shrink(&[1]).unwrap();
+            assert_eq!(sum_of(&mut two, &t, rank), 2.0);
         }
     });
 }
