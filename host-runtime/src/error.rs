@@ -94,10 +94,10 @@ pub enum Error {
         status: Status,
     },
     /// An operation failed.
-    #[error("{0}")]
+    #[error(transparent)]
     Op(#[from] hw_bridge::sequencer::OpError),
     /// Device memory.
-    #[error("{0}")]
+    #[error(transparent)]
     Memory(#[from] hw_bridge::hbm::HbmError),
     /// The system refused something.
     #[error("{what}: {source}")]

@@ -304,7 +304,7 @@ mod tests {
         }
         assert!(failed.start_ns >= epoch.0 && failed.start_ns < running.start_ns);
         assert_eq!(failed.algorithm, 2);
-        assert!(running.to_string().starts_with("#67 all_reduce fp32 sum count 10 algorithm 2 40 bytes: running, "));
+        assert!(running.to_string().starts_with("#67 all_reduce fp32 sum count 10 by mesh 40 bytes: running, "));
     }
 
     #[test]

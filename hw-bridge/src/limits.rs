@@ -22,7 +22,7 @@ pub const STAGE_BYTES: usize = 512 * 1024;
 /// equal at 4 MiB, 3 to 48 % faster from 16 MiB on.
 pub const STREAM_BYTES: u64 = 8 << 20;
 /// Bytes of the sentence a failing rank leaves for its peers.
-pub const REASON_BYTES: usize = 240;
+pub const REASON_BYTES: usize = 960;
 /// Steps of one schedule; the step number shares a word with the sequence number.
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.

@@ -190,8 +190,11 @@ pub(crate) fn describe(packed: u64, count: u64) -> String {
     if flags & FLAG_IN_PLACE != 0 {
         s += " in place";
     }
-    s + &format!(" algorithm {}", byte(48))
+    s + " by " + ALGORITHMS.get(usize::from(byte(48))).unwrap_or(&"an unknown algorithm")
 }
+
+/// Names of the numbers that [`OpHeader::algorithm`] holds; the algorithms themselves are the runtime's.
+pub const ALGORITHMS: [&str; 8] = ["no algorithm", "one-hop", "mesh", "ring", "staged", "halving", "tree", "two-level"];
 
 impl std::fmt::Display for OpHeader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -541,7 +544,14 @@ impl<'a> LaneView<'a> {
     pub(crate) fn same_call(&self, seq: u64, header: &OpHeader) -> Result<(), String> {
         let r = self.record(seq);
         let (what, count) = (r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
-        if what == header.pack() && count == header.count { Ok(()) } else { Err(describe(what, count)) }
+        if what == header.pack() && count == header.count {
+            return Ok(());
+        }
+        let mut theirs = describe(what, count);
+        if (what ^ header.pack()) & !(0xFF << 48) == 0 && count == header.count {
+            theirs += " (WCCL_ALGO, WCCL_ONE_HOP_MAX or WCCL_TUNE_FILE differ between them)";
+        }
+        Err(theirs)
     }
 
     /// The words of a record without inline payload: where the rank's buffers lie in its device memory (input, output),
@@ -674,7 +684,7 @@ mod tests {
         assert_eq!((seen.words(1), seen.aside(1)), ([4096, 8192, 7, 9], aside));
         assert_eq!(seen.same_call(1, &header()), Ok(()));
         let other = OpHeader { count: 200, ..header() };
-        assert_eq!(seen.same_call(1, &other), Err("all_reduce fp32 sum count 100 algorithm 2".into()));
+        assert_eq!(seen.same_call(1, &other), Err("all_reduce fp32 sum count 100 by mesh".into()));
         assert_eq!(seen.progress(), 1 << 16 | 1);
         // Lanes have nothing to do with one another.
         assert!(!viewer.lane(1).arrived(1) && viewer.lane(1).progress() == 0);

@@ -420,8 +420,11 @@ pub enum OpError {
 }
 
 fn absent_list(absent: &[Absent]) -> String {
+    let ranks: Vec<String> = absent.iter().map(|a| a.rank.to_string()).collect();
     let each: Vec<String> = absent.iter().map(|a| format!("rank {} (pid {}): {}", a.rank, a.pid, a.last)).collect();
-    each.join("; ")
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let plural = if ranks.len() > 1 { "s" } else { "" };
+    format!("rank{plural} {} on {host}: {}", ranks.join(", "), each.join("; "))
 }
 
 /// One rank's data plane of one communicator: what its lanes share.
@@ -916,9 +919,13 @@ impl Lane {
             return Ok(());
         }
         let mut absent: Vec<Absent> = Vec::new();
+        let mut come: Vec<Absent> = Vec::new();
         for p in endpoint.linked_peers().filter(|p| missing(self.of(p)) || p.rank == waited) {
-            absent.push(Absent { rank: p.rank, pid: p.pid, last: self.of(p).last_seen(seq) });
+            let a = Absent { rank: p.rank, pid: p.pid, last: self.of(p).last_seen(seq) };
+            // Who has not come at all goes first: those who have come may be waiting for it themselves.
+            if self.of(p).progress() >> 16 < seq { absent.push(a) } else { come.push(a) }
         }
+        absent.append(&mut come);
         Err(OpError::Timeout { rank, seq, what: what(), after: wait.timeout, absent })
     }
 

@@ -17,7 +17,6 @@ use super::tensor::Tensor;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, EncPattern, HistogramConfig, NeuronDeviceInfo};
 use crate::bindings::neuron::nrt::types::NecPodType;
-use crate::enc::Algorithm;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{CommCore, CommunicatorObject};
