@@ -64,7 +64,6 @@ pub(super) fn build(b: &mut Builder<'_>) {
                 if !b.call.in_place {
                     b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);
                 }
-                b.push(Step::Signal(FINISHED));
                 b.wait_all(FINISHED);
             } else {
                 b.push(Step::Arrival(root as u16));
@@ -119,9 +118,9 @@ fn send_recv(b: &mut Builder<'_>) {
             b.push(Step::Arrival(src as u16));
             b.push(Step::SendsToMe(src as u16));
             b.copy(At(Place::Out, 0), At(Place::PeerIn(src as u16), 0), bytes);
+            b.push(Step::Signal(FINISHED));
         }
     }
-    b.push(Step::Signal(FINISHED));
     if let Some(dst) = b.call.dst.filter(|d| *d != rank) {
         b.push(Step::Wait { peer: dst as u16, step: FINISHED });
     }

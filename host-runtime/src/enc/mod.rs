@@ -14,11 +14,15 @@
 //!
 //! Reductions take their sources in rank order (the ring: in ring order), so all ranks get the same bits.
 
+pub mod check;
 mod device;
-mod private;
-pub use private::max_private_bytes;
+mod explain;
 mod one_hop;
+mod private;
 mod ring;
+
+pub use explain::explain;
+pub use private::max_private_bytes;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::limits::SLOT_BYTES;
@@ -272,5 +276,7 @@ impl<'a> Builder<'a> {
     }
 }
 
+#[cfg(test)]
+mod proofs;
 #[cfg(test)]
 mod tests;

@@ -23,6 +23,8 @@ pub(super) fn build(b: &mut Builder<'_>) {
         b.schedule.slot_len = 0;
     }
     b.schedule.payload = if contributes { b.schedule.slot_len } else { 0 };
+    let in_place = b.call.in_place;
+    let own_is_there = move |r: usize| in_place && r == rank;
     let all = |at: u64| (0..n).map(move |r| At(Place::Slot(r as u16), at));
     match b.call.op {
         Op::Barrier => b.arrivals(),
@@ -36,13 +38,13 @@ pub(super) fn build(b: &mut Builder<'_>) {
         }
         Op::AllGather => {
             b.arrivals();
-            for r in 0..n {
+            for r in (0..n).filter(|r| !own_is_there(*r)) {
                 b.copy(At(Place::Out, r as u64 * bytes), slot(r, 0), bytes);
             }
         }
         Op::AllToAll => {
             b.arrivals();
-            for r in 0..n {
+            for r in (0..n).filter(|r| !own_is_there(*r)) {
                 b.copy(At(Place::Out, r as u64 * bytes), slot(r, rank as u64 * bytes), bytes);
             }
         }
