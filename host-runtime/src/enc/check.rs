@@ -27,7 +27,7 @@ use hw_bridge::limits::{SLOTS, STAGE_BYTES};
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{At, Place, Schedule, Step};
 
-use super::{Call, explain};
+use super::{Call, Lists, explain};
 
 /// One rank of the call.
 #[derive(Debug, Clone, Copy)]
@@ -279,12 +279,18 @@ struct Home {
 }
 
 impl Home {
-    fn of(call: &Call, rank: usize) -> Home {
+    fn of(call: &Call, lists: Lists<'_>, rank: usize) -> Home {
+        let size = call.dtype.size() as u64;
         let at = rank as u64 * call.bytes().unwrap_or(0);
-        let (input, output) = match call.op {
+        let before = |counts: &[u64]| counts[..rank].iter().sum::<u64>() * size;
+        let (input, output) = match (call.op, lists) {
+            // Offsets are those of the whole device memory.
+            (Op::Group, _) => ((FIRST, 0), (FIRST, 0)),
             _ if !call.in_place => ((FIRST, 0), (SECOND, 0)),
-            Op::AllGather => ((FIRST, at), (FIRST, 0)),
-            Op::ReduceScatter => ((FIRST, 0), (FIRST, at)),
+            (Op::AllGather | Op::Gather, _) => ((FIRST, at), (FIRST, 0)),
+            (Op::ReduceScatter | Op::Scatter, _) => ((FIRST, 0), (FIRST, at)),
+            (Op::AllGatherV, Lists::Counts(c)) => ((FIRST, before(c)), (FIRST, 0)),
+            (Op::ReduceScatterV, Lists::Counts(c)) => ((FIRST, 0), (FIRST, before(c))),
             _ => ((FIRST, 0), (FIRST, 0)),
         };
         Home { input, output }
@@ -300,33 +306,75 @@ enum Want {
     Reduced(u64),
 }
 
-/// What must be in `rank`'s output: first byte, bytes, what.
-fn wanted(members: &[Member<'_>], rank: usize) -> Vec<(u64, u64, Want)> {
+/// What must be in `rank`'s output: first byte, bytes, what. From the meaning of the collective, not from what built the
+/// schedules.
+fn wanted(members: &[Member<'_>], lists: Lists<'_>, rank: usize) -> Vec<(u64, u64, Want)> {
     let call = &members[rank].call;
     let (n, block) = (members.len(), call.bytes().unwrap_or(u64::MAX));
+    let size = call.dtype.size() as u64;
     let mine = rank as u64 * block;
-    match call.op {
-        Op::AllReduce => vec![(0, block, Want::Reduced(0))],
-        Op::Reduce if rank == call.root => vec![(0, block, Want::Reduced(0))],
-        Op::Reduce | Op::Barrier => Vec::new(),
-        Op::ReduceScatter => vec![(0, block, Want::Reduced(mine))],
-        Op::Broadcast => vec![(0, block, Want::Moved(call.root, 0))],
-        Op::AllGather => (0..n).map(|p| (p as u64 * block, block, Want::Moved(p, 0))).collect(),
-        Op::AllToAll => (0..n).map(|p| (p as u64 * block, block, Want::Moved(p, mine))).collect(),
-        Op::SendRecv => call.src.map(|p| (0, block, Want::Moved(p, 0))).into_iter().collect(),
+    match (call.op, lists) {
+        (Op::AllReduce, _) => vec![(0, block, Want::Reduced(0))],
+        (Op::Reduce, _) if rank == call.root => vec![(0, block, Want::Reduced(0))],
+        (Op::ReduceScatter, _) => vec![(0, block, Want::Reduced(mine))],
+        (Op::Broadcast, _) => vec![(0, block, Want::Moved(call.root, 0))],
+        (Op::AllGather, _) => (0..n).map(|p| (p as u64 * block, block, Want::Moved(p, 0))).collect(),
+        (Op::Gather, _) if rank == call.root => (0..n).map(|p| (p as u64 * block, block, Want::Moved(p, 0))).collect(),
+        (Op::Scatter, _) => vec![(0, block, Want::Moved(call.root, mine))],
+        (Op::AllToAll, _) => (0..n).map(|p| (p as u64 * block, block, Want::Moved(p, mine))).collect(),
+        (Op::SendRecv, _) => call.src.map(|p| (0, block, Want::Moved(p, 0))).into_iter().collect(),
+        (Op::AllGatherV, Lists::Counts(counts)) => {
+            let mut at = 0;
+            let mut all = Vec::new();
+            for (p, count) in counts.iter().enumerate() {
+                all.push((at, count * size, Want::Moved(p, 0)));
+                at += count * size;
+            }
+            all
+        }
+        (Op::ReduceScatterV, Lists::Counts(counts)) => {
+            vec![(0, counts[rank] * size, Want::Reduced(counts[..rank].iter().sum::<u64>() * size))]
+        }
+        (Op::AllToAllV, Lists::Matrix(m)) => {
+            let mut at = 0;
+            let mut all = Vec::new();
+            for p in 0..n {
+                let row = &m[p * n..(p + 1) * n];
+                let src = row[..rank].iter().sum::<u64>() * size;
+                all.push((at, row[rank] * size, Want::Moved(p, src)));
+                at += row[rank] * size;
+            }
+            all
+        }
+        (Op::Permute, Lists::Pairs(pairs)) => {
+            pairs.iter().filter(|p| p.1 == rank).map(|p| (0, block, Want::Moved(p.0, 0))).collect()
+        }
+        (Op::Group, Lists::Moves(moves)) => {
+            moves.iter().filter(|m| m.dst == rank).map(|m| (m.dst_at, m.bytes, Want::Moved(m.src, m.src_at))).collect()
+        }
+        _ => Vec::new(),
     }
 }
 
 /// Bytes of `rank`'s input.
-fn input_bytes(members: &[Member<'_>], rank: usize) -> u64 {
+fn input_bytes(members: &[Member<'_>], lists: Lists<'_>, rank: usize) -> u64 {
     let call = &members[rank].call;
-    let block = call.bytes().unwrap_or(u64::MAX);
-    match call.op {
-        Op::AllReduce | Op::AllGather | Op::Reduce => block,
-        Op::ReduceScatter | Op::AllToAll => block.saturating_mul(members.len() as u64),
-        Op::Broadcast if rank == call.root => block,
-        Op::SendRecv if call.dst.is_some() => block,
-        Op::Broadcast | Op::SendRecv | Op::Barrier => 0,
+    let n = members.len();
+    let (block, size) = (call.bytes().unwrap_or(u64::MAX), call.dtype.size() as u64);
+    match (call.op, lists) {
+        (Op::AllReduce | Op::AllGather | Op::Reduce | Op::Gather, _) => block,
+        (Op::ReduceScatter | Op::AllToAll, _) => block.saturating_mul(n as u64),
+        (Op::Broadcast, _) if rank == call.root => block,
+        (Op::Scatter, _) if rank == call.root => block.saturating_mul(n as u64),
+        (Op::SendRecv, _) if call.dst.is_some() => block,
+        (Op::AllGatherV, Lists::Counts(counts)) => counts[rank] * size,
+        (Op::ReduceScatterV, Lists::Counts(counts)) => counts.iter().sum::<u64>() * size,
+        (Op::AllToAllV, Lists::Matrix(m)) => m[rank * n..(rank + 1) * n].iter().sum::<u64>() * size,
+        (Op::Permute, Lists::Pairs(pairs)) if pairs.iter().any(|p| p.0 == rank) => block,
+        (Op::Group, Lists::Moves(moves)) => {
+            moves.iter().filter(|m| m.src == rank).map(|m| m.src_at + m.bytes).max().unwrap_or(0)
+        }
+        _ => 0,
     }
 }
 
@@ -345,6 +393,7 @@ enum Event {
 
 struct Machine<'a> {
     members: &'a [Member<'a>],
+    lists: Lists<'a>,
     n: usize,
     repetitions: usize,
     homes: Vec<Home>,
@@ -365,11 +414,11 @@ struct Machine<'a> {
     proof: Proof,
 }
 
-/// Proves `members` (one a rank, in rank order), or tells what is wrong with them.
+/// Proves `members` (one a rank, in rank order) of one call with these lists, or tells what is wrong with them.
 ///
 /// # Errors
 /// The first [`Flaw`] found.
-pub fn check(members: &[Member<'_>]) -> Result<Proof, Flaw> {
+pub fn check(members: &[Member<'_>], lists: Lists<'_>) -> Result<Proof, Flaw> {
     let n = members.len();
     let shape = |why: String| Err(Flaw::Shape(why));
     if n == 0 || n > 64 {
@@ -381,15 +430,15 @@ pub fn check(members: &[Member<'_>]) -> Result<Proof, Flaw> {
         if s.header != first.header || s.table != first.table || s.slot_len != first.slot_len {
             return shape(format!("rank {rank} has {}, rank 0 has {}", s.header, first.header));
         }
-        let need = wanted(members, rank).iter().map(|w| w.0.saturating_add(w.1)).max().unwrap_or(0);
-        if s.in_bytes != input_bytes(members, rank) || s.out_bytes != need {
+        let need = wanted(members, lists, rank).iter().map(|w| w.0.saturating_add(w.1)).max().unwrap_or(0);
+        if s.in_bytes != input_bytes(members, lists, rank) || s.out_bytes != need {
             return shape(format!("rank {rank} wants {} bytes in and {} out", s.in_bytes, s.out_bytes));
         }
         if s.payload > s.slot_len || s.payload > s.in_bytes {
             return shape(format!("rank {rank} has a payload of {}", s.payload));
         }
     }
-    let mut m = Machine::new(members);
+    let mut m = Machine::new(members, lists);
     for rank in 0..n {
         m.check_signals(rank)?;
     }
@@ -398,9 +447,9 @@ pub fn check(members: &[Member<'_>]) -> Result<Proof, Flaw> {
 }
 
 impl<'a> Machine<'a> {
-    fn new(members: &'a [Member<'a>]) -> Machine<'a> {
+    fn new(members: &'a [Member<'a>], lists: Lists<'a>) -> Machine<'a> {
         let n = members.len();
-        let homes: Vec<Home> = members.iter().enumerate().map(|(r, m)| Home::of(&m.call, r)).collect();
+        let homes: Vec<Home> = members.iter().enumerate().map(|(r, m)| Home::of(&m.call, lists, r)).collect();
         let mut linked = vec![vec![false; n]; n];
         for (r, m) in members.iter().enumerate() {
             for p in super::needs(m.schedule).filter(|p| *p < n) {
@@ -432,6 +481,7 @@ impl<'a> Machine<'a> {
         }
         Machine {
             members,
+            lists,
             n,
             repetitions: if members[0].schedule.slot_len > 0 { SLOTS + 2 } else { 2 },
             homes,
@@ -813,16 +863,22 @@ impl<'a> Machine<'a> {
             }
         }
         if !call.in_place {
-            // The input is the caller's and stays.
+            // The input is the caller's and stays, but for what a group receives elsewhere in the same memory.
+            let got: Vec<(u64, u64)> = match (call.op, self.lists) {
+                (Op::Group, Lists::Moves(moves)) => {
+                    moves.iter().filter(|m| m.dst == rank).map(|m| (m.dst_at, m.dst_at + m.bytes)).collect()
+                }
+                _ => Vec::new(),
+            };
             let own = self.exprs.input(rank as u16, k as u16);
             for (off, _, v) in self.read(rank, k, At(Place::In, 0), s.in_bytes)? {
-                if v != (Val { expr: own, base: 0 }) {
+                if v != (Val { expr: own, base: 0 }) && !got.iter().any(|g| g.0 <= off && off < g.1) {
                     let why = format!("it should not change, but {}", self.exprs.tell(v, off));
                     return Err(Flaw::Wrong { rank, place: "the input", at: off, why });
                 }
             }
         }
-        for (at, len, want) in wanted(self.members, rank) {
+        for (at, len, want) in wanted(self.members, self.lists, rank) {
             for (off, len, v) in self.read(rank, k, At(Place::Out, at), len)? {
                 let wrong = |why: String| Flaw::Wrong { rank, place: "the output", at: at + off, why };
                 let fact = self.exprs.facts[v.expr as usize];

@@ -3,6 +3,7 @@
 //! The record's flow control (a slot is reused only when its readers are done) makes this one-way: a broadcast's root
 //! does not wait for anybody.
 
+use hw_bridge::limits::INLINE_BYTES;
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{At, Place, Step};
 
@@ -18,7 +19,7 @@ pub(super) fn build(b: &mut Builder<'_>) {
         Op::Barrier => false,
         _ => true,
     };
-    b.schedule.slot_len = b.call.slot_bytes(n).unwrap_or(u64::MAX);
+    b.schedule.slot_len = b.call.slot_bytes_with(b.lists, n).unwrap_or(u64::MAX);
     if b.call.op == Op::Barrier {
         b.schedule.slot_len = 0;
     }
@@ -35,6 +36,15 @@ pub(super) fn build(b: &mut Builder<'_>) {
         Op::ReduceScatter => {
             b.arrivals();
             b.reduce(At(Place::Out, 0), all(rank as u64 * bytes), b.call.count, b.call.redop);
+        }
+        Op::ReduceScatterV => {
+            // A record with a digest in its words has its payload behind them, however small that is.
+            if b.schedule.slot_len > 0 {
+                b.schedule.slot_len = b.schedule.slot_len.max(INLINE_BYTES as u64 + 1);
+            }
+            b.arrivals();
+            let super::Sizes { output, at, .. } = super::sizes(b.call, b.lists, rank, n);
+            b.reduce(At(Place::Out, 0), all(at), output / b.size, b.call.redop);
         }
         Op::AllGather => {
             b.arrivals();
@@ -63,7 +73,8 @@ pub(super) fn build(b: &mut Builder<'_>) {
             let sources = (0..n).map(|r| if r == rank { At(Place::In, 0) } else { slot(r, 0) });
             b.reduce(At(Place::Out, 0), sources, b.call.count, b.call.redop);
         }
-        Op::Reduce => {}
+        // The forms that are lists of moves are built in `moves`.
+        Op::Reduce | Op::Gather | Op::Scatter | Op::Permute | Op::AllGatherV | Op::AllToAllV | Op::Group => {}
         Op::SendRecv => {
             if let Some(src) = b.call.src {
                 if src != rank {
