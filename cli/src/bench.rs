@@ -206,13 +206,17 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             "#{:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}",
             "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)"
         )))?;
+        anyhow::ensure!(
+            op != Op::Group || job.memory == Memory::Hbm,
+            "group moves tensors in device memory only; leave out --memory host, or use alltoall"
+        );
         let sizes = if op == Op::Barrier { &[0][..] } else { &job.sizes[..] };
         let cases: Vec<Case> = sizes
             .iter()
             .map(|bytes| {
                 let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
                 case.root = job.root;
-                case.in_place = job.in_place && op != Op::SendRecv;
+                case.in_place = job.in_place && collective::has_in_place(op);
                 case.seed = *bytes;
                 case
             })

@@ -4,14 +4,15 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
+use hw_bridge::limits::MAX_LOCAL_RANKS;
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{LocalMem, OpError, Sealed};
 
 use super::communicator::{Communicator, bad};
-use super::tensor::{Io, Shape, resolve};
-use crate::enc::{self, Algorithm, Call};
+use super::tensor::{Io, Shape, Tensor, resolve};
+use crate::enc::{self, Algorithm, Call, Lists};
 use crate::error::Error;
-use crate::limits::MAX_SCHEDULES;
+use crate::limits::{MAX_LISTED, MAX_LISTED_BYTES, MAX_SCHEDULES, PACK_BYTES};
 use crate::tenant::lock;
 
 /// Whom send_recv sends to and receives from; `None` for nobody.
@@ -23,13 +24,80 @@ pub struct Peers {
     pub src: Option<usize>,
 }
 
+/// One of the reductions of [`Communicator::all_reduce_many`]: what it holds is the input, and becomes the result.
+#[derive(Debug)]
+pub enum Reduction<'a> {
+    /// A stretch of device memory.
+    Device {
+        /// The tensor.
+        tensor: &'a Tensor,
+        /// First byte.
+        offset: u64,
+        /// Elements.
+        count: u64,
+    },
+    /// Private memory, all of it; whole elements.
+    Host(&'a mut [u8]),
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Schedules {
     last: Option<(Call, Algorithm, Arc<Sealed>)>,
     all: HashMap<(Call, Algorithm), Arc<Sealed>>,
+    listed: Listed,
+    exchanges: HashMap<(Op, DataType, u64), Arc<Sealed>>,
+    /// Kept between calls, so that a repeated call allocates nothing: words of this rank, words of all.
+    scratch: (Vec<u8>, Vec<u8>),
 }
 
-fn call(op: Op, dtype: DataType, count: u64) -> Call {
+impl Schedules {
+    pub(super) fn find_listed(&self, key: &Call, lists: &[u8]) -> Option<Arc<Sealed>> {
+        self.listed.find(key, lists)
+    }
+
+    pub(super) fn keep_listed(&mut self, key: Call, lists: &[u8], s: Arc<Sealed>) {
+        self.listed.keep(key, lists, s);
+    }
+}
+
+/// Schedules of calls with lists, found by the bytes of the lists.
+#[derive(Debug, Default)]
+struct Listed {
+    by_digest: HashMap<u64, (Call, Box<[u8]>, Arc<Sealed>)>,
+    bytes: usize,
+}
+
+impl Listed {
+    fn find(&self, call: &Call, lists: &[u8]) -> Option<Arc<Sealed>> {
+        let (c, bytes, s) = self.by_digest.get(&digest(call, lists))?;
+        (c == call && **bytes == *lists).then(|| s.clone())
+    }
+
+    fn keep(&mut self, call: Call, lists: &[u8], s: Arc<Sealed>) {
+        if self.by_digest.len() >= MAX_LISTED || self.bytes + lists.len() > MAX_LISTED_BYTES {
+            *self = Listed::default();
+        }
+        self.bytes += lists.len();
+        if let Some((_, old, _)) = self.by_digest.insert(digest(&call, lists), (call, lists.into(), s)) {
+            self.bytes -= old.len();
+        }
+    }
+}
+
+fn digest(call: &Call, lists: &[u8]) -> u64 {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut h = DefaultHasher::new();
+    (call, lists).hash(&mut h);
+    h.finish()
+}
+
+/// The sum of some counts; `None` if it, in bytes, is more than memory can be.
+fn total(counts: &[u64], dtype: DataType) -> Option<u64> {
+    let sum = counts.iter().try_fold(0u64, |sum, c| sum.checked_add(*c))?;
+    sum.checked_mul(dtype.size() as u64).filter(|bytes| *bytes <= i64::MAX as u64).map(|_| sum)
+}
+
+pub(super) fn call(op: Op, dtype: DataType, count: u64) -> Call {
     Call { op, dtype, redop: ReduceOp::Sum, count, root: 0, dst: None, src: None, private: false, in_place: false }
 }
 
@@ -100,35 +168,336 @@ impl Communicator {
         self.collective(Io::Host { src: &[], dst: &mut [] }, call(Op::Barrier, DataType::Uint8, 0))
     }
 
-    fn collective(&mut self, io: Io<'_>, mut call: Call) -> Result<(), Error> {
+    /// The root gets all inputs, in rank order. `count` elements of each rank; in place on the root, its input is its block
+    /// of the output.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn gather(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
+        self.collective(io, Call { root, ..call(Op::Gather, dtype, count) })
+    }
+
+    /// Rank r gets block r of the root's input. `count` elements a block; in place on the root, its output is its block of
+    /// the input.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
+        self.collective(io, Call { root, ..call(Op::Scatter, dtype, count) })
+    }
+
+    /// Every rank gets all inputs, in rank order. `counts[r]` elements of rank r (0 is fine); the same list on all ranks.
+    ///
+    /// The first call with a list compiles its schedule; some dozens are kept, found by the list, whose comparison is what a
+    /// repeated call pays. The same for the other forms with lists.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; another list on another rank is a mismatch.
+    pub fn all_gather_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType) -> Result<(), Error> {
+        let count = self.check_counts(Op::AllGatherV, counts, dtype)?;
+        self.listed(io, call(Op::AllGatherV, dtype, count), Lists::Counts(counts))
+    }
+
+    /// Rank r gets part r of the reduction. `counts[r]` elements of output on rank r (0 is fine); the input has all parts in
+    /// rank order; the same list on all ranks.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather_v`].
+    pub fn reduce_scatter_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
+        let count = self.check_counts(Op::ReduceScatterV, counts, dtype)?;
+        self.listed(io, Call { redop: op, ..call(Op::ReduceScatterV, dtype, count) }, Lists::Counts(counts))
+    }
+
+    /// Sends `send[r]` elements to rank r and receives `recv[r]` elements from it; blocks lie in rank order without gaps, and
+    /// may be empty. Not in place.
+    ///
+    /// Ranks know only their own counts, so the call begins with a small exchange of all counts (16 bytes a rank and peer,
+    /// one hop, one operation of its own in the counters), after which a schedule is looked up by them.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]. Counts that do not fit are an [`Error::Usage`] on all ranks that names both sides;
+    /// nothing has moved, and the communicator goes on.
+    pub fn all_to_all_v(&mut self, io: Io<'_>, send: &[u64], recv: &[u64], dtype: DataType) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
-        self.check_call(&call)?;
+        let op = Op::AllToAllV;
+        let size = dtype.size() as u64;
+        let sends = self.check_counts(op, send, dtype)?;
+        let gets = self.check_counts(op, recv, dtype)?;
+        let mut call = call(op, dtype, 0);
+        self.check_ready(op)?;
+        call.private = !io.is_device();
+        let shape = Shape { op, rank, in_bytes: sends * size, out_bytes: gets * size, at: 0 };
+        let (input, output, _) = resolve(io, shape)?;
+        let (mut mine, mut all) = self.take_scratch();
+        mine.extend(send.iter().chain(recv).flat_map(|c| c.to_le_bytes()));
+        let done = self.exchange(op, dtype, &mine, &mut all).and_then(|()| {
+            let found = lock(&self.schedules).find_listed(&call, &all);
+            let schedule = match found {
+                Some(s) => s,
+                None => {
+                    let matrix = matrix_of(&all, n, dtype)?;
+                    let count = matrix.iter().sum();
+                    let s = self.compile_listed(&Call { count, ..call }, Lists::Matrix(&matrix))?;
+                    lock(&self.schedules).keep_listed(call, &all, s.clone());
+                    s
+                }
+            };
+            Ok(lock(&self.core.endpoint).run(&schedule, input, output, None, None, self.timeout)?)
+        });
+        self.give_scratch(mine, all);
+        done
+    }
+
+    /// Sends the input from rank a to rank b for every pair (a, b), the same pairs on all ranks; a rank sends once at most and
+    /// receives once at most. `count` elements a pair. Not in place. Ranks in no pair pass without waiting.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather_v`].
+    pub fn permute(&mut self, io: Io<'_>, count: u64, dtype: DataType, pairs: &[(usize, usize)]) -> Result<(), Error> {
+        let n = self.core.nranks;
+        let (mut sends, mut gets) = ([false; MAX_LOCAL_RANKS], [false; MAX_LOCAL_RANKS]);
+        for (a, b) in pairs {
+            if *a >= n || *b >= n {
+                return Err(bad(format!("permute: pair ({a}, {b}) is not of the {n} ranks")));
+            }
+            let twice = std::mem::replace(&mut sends[*a], true) || std::mem::replace(&mut gets[*b], true);
+            if twice {
+                return Err(bad(format!("permute: pair ({a}, {b}) sends from or to a rank a second time")));
+            }
+        }
+        self.listed(io, call(Op::Permute, dtype, count), Lists::Pairs(pairs))
+    }
+
+    /// Reduces many small buffers in place as if one after the other, packed into few operations: those of up to 64 KiB share
+    /// them, in private memory; larger ones go by themselves. The same sizes in the same order on all ranks.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]. After an error some of the buffers hold their results and some do not.
+    pub fn all_reduce_many(&mut self, items: &mut [Reduction<'_>], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
+        let size = dtype.size();
+        // All are looked at before the first one moves.
+        for (i, item) in items.iter().enumerate() {
+            let fits = match item {
+                Reduction::Host(bytes) => bytes.len().is_multiple_of(size),
+                Reduction::Device { tensor, offset, count } => {
+                    let end = count.checked_mul(size as u64).and_then(|b| b.checked_add(*offset));
+                    end.is_some_and(|end| end <= tensor.len())
+                }
+            };
+            if !fits {
+                return Err(bad(format!(
+                    "all_reduce_many on rank {}: buffer {i} is not whole {dtype} elements, or not inside its tensor",
+                    self.core.rank
+                )));
+            }
+        }
+        let bytes_of = |item: &Reduction<'_>| match item {
+            Reduction::Host(bytes) => bytes.len(),
+            Reduction::Device { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX).saturating_mul(size),
+        };
+        let mut pack = std::mem::take(&mut lock(&self.schedules).scratch.0);
+        let mut at = 0;
+        let mut done = Ok(());
+        while at < items.len() && done.is_ok() {
+            let mut end = at;
+            let mut bytes = 0;
+            while end < items.len() && bytes + bytes_of(&items[end]) <= PACK_BYTES {
+                bytes += bytes_of(&items[end]);
+                end += 1;
+            }
+            done = if end > at + 1 {
+                self.reduce_packed(&mut items[at..end], &mut pack, bytes, dtype, op)
+            } else {
+                end = at + 1;
+                match &mut items[at] {
+                    Reduction::Host(b) => {
+                        let count = (b.len() / size) as u64;
+                        self.all_reduce(Io::HostInPlace(b), count, dtype, op)
+                    }
+                    Reduction::Device { tensor, offset, count } => {
+                        let io = Io::Device { src: (tensor, *offset), dst: (tensor, *offset) };
+                        self.all_reduce(io, *count, dtype, op)
+                    }
+                }
+            };
+            at = end;
+        }
+        pack.clear();
+        lock(&self.schedules).scratch.0 = pack;
+        done
+    }
+
+    fn reduce_packed(
+        &mut self,
+        items: &mut [Reduction<'_>],
+        pack: &mut Vec<u8>,
+        bytes: usize,
+        dtype: DataType,
+        op: ReduceOp,
+    ) -> Result<(), Error> {
+        pack.clear();
+        pack.resize(bytes, 0);
+        let mut at = 0;
+        for item in items.iter() {
+            match item {
+                Reduction::Host(b) => pack[at..at + b.len()].copy_from_slice(b),
+                Reduction::Device { tensor, offset, count } => {
+                    tensor.read(*offset, &mut pack[at..at + *count as usize * dtype.size()])?;
+                }
+            }
+            at += match item {
+                Reduction::Host(b) => b.len(),
+                Reduction::Device { count, .. } => *count as usize * dtype.size(),
+            };
+        }
+        self.all_reduce(Io::HostInPlace(pack), (bytes / dtype.size()) as u64, dtype, op)?;
+        let mut at = 0;
+        for item in items.iter_mut() {
+            match item {
+                Reduction::Host(b) => {
+                    b.copy_from_slice(&pack[at..at + b.len()]);
+                    at += b.len();
+                }
+                Reduction::Device { tensor, offset, count } => {
+                    let len = *count as usize * dtype.size();
+                    tensor.write(*offset, &pack[at..at + len])?;
+                    at += len;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_counts(&self, op: Op, counts: &[u64], dtype: DataType) -> Result<u64, Error> {
+        let n = self.core.nranks;
+        if counts.len() != n {
+            let have = counts.len();
+            return Err(bad(format!("{}: {have} counts were passed, {n} ranks need one each", op.name())));
+        }
+        let sum = total(counts, dtype);
+        sum.ok_or_else(|| bad(format!("{}: the sum of the {dtype} counts is larger than memory can be", op.name())))
+    }
+
+    pub(super) fn check_ready(&self, op: Op) -> Result<(), Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
         if n > 1 && self.rings.is_empty() {
-            let name = call.op.name();
+            let name = op.name();
             return Err(bad(format!(
                 "{name} on rank {rank}: the communicator has no rings; call build_graph on all ranks first"
             )));
         }
+        Ok(())
+    }
+
+    fn collective(&mut self, io: Io<'_>, call: Call) -> Result<(), Error> {
+        let (call, input, output) = self.prepare(io, call, Lists::None)?;
+        let config = &self.runtime.0.config;
+        let algorithm = enc::choose(&call, self.core.nranks, config.algorithm, config.one_hop_max);
+        let schedule = self.schedule(&call, algorithm)?;
+        Ok(lock(&self.core.endpoint).run(&schedule, input, output, call.dst, call.src, self.timeout)?)
+    }
+
+    /// A call whose lists this rank has whole.
+    fn listed(&mut self, io: Io<'_>, call: Call, lists: Lists<'_>) -> Result<(), Error> {
+        let (call, input, output) = self.prepare(io, call, lists)?;
+        let (mut key, other) = self.take_scratch();
+        lists.bytes(&mut key);
+        let found = lock(&self.schedules).find_listed(&call, &key);
+        let schedule = match found {
+            Some(s) => Ok(s),
+            None => self.compile_listed(&call, lists).inspect(|s| {
+                lock(&self.schedules).keep_listed(call, &key, s.clone());
+            }),
+        };
+        self.give_scratch(key, other);
+        Ok(lock(&self.core.endpoint).run(&*schedule?, input, output, None, None, self.timeout)?)
+    }
+
+    /// Checks a call and its buffers.
+    fn prepare<'a>(
+        &self,
+        io: Io<'a>,
+        mut call: Call,
+        lists: Lists<'_>,
+    ) -> Result<(Call, LocalMem<'a>, LocalMem<'a>), Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        self.check_call(&call)?;
+        self.check_ready(call.op)?;
         let too_large = || {
             bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype))
         };
-        let block = call.bytes().ok_or_else(too_large)?;
-        let all = block.checked_mul(n as u64).ok_or_else(too_large)?;
-        let only = |yes: bool| if yes { block } else { 0 };
-        let (in_bytes, out_bytes) = match call.op {
-            Op::AllReduce => (block, block),
-            Op::AllGather => (block, all),
-            Op::ReduceScatter => (all, block),
-            Op::AllToAll => (all, all),
-            Op::Broadcast => (only(rank == call.root), block),
-            Op::Reduce => (block, only(rank == call.root)),
-            Op::SendRecv => (only(call.dst.is_some()), only(call.src.is_some())),
-            Op::Barrier => (0, 0),
-        };
+        call.bytes().and_then(|block| block.checked_mul(n as u64)).ok_or_else(too_large)?;
+        let enc::Sizes { input, output, at } = enc::sizes(&call, lists, rank, n);
         call.private = !io.is_device() && call.op != Op::Barrier;
-        let (input, output, in_place) = resolve(io, Shape { op: call.op, rank, in_bytes, out_bytes, block })?;
+        let (input, output, in_place) =
+            resolve(io, Shape { op: call.op, rank, in_bytes: input, out_bytes: output, at })?;
         call.in_place = in_place;
-        self.run(&call, input, output)
+        Ok((call, input, output))
+    }
+
+    pub(super) fn take_scratch(&self) -> (Vec<u8>, Vec<u8>) {
+        std::mem::take(&mut lock(&self.schedules).scratch)
+    }
+
+    pub(super) fn give_scratch(&self, mut mine: Vec<u8>, mut all: Vec<u8>) {
+        mine.clear();
+        all.clear();
+        lock(&self.schedules).scratch = (mine, all);
+    }
+
+    /// Gives every rank the words of all, in rank order, in `all`: the same number on each rank, which fits in one hop.
+    pub(super) fn exchange(&self, op: Op, dtype: DataType, mine: &[u8], all: &mut Vec<u8>) -> Result<(), Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        let words = (mine.len() / 8) as u64;
+        let found = lock(&self.schedules).exchanges.get(&(op, dtype, words)).cloned();
+        let schedule = match found {
+            Some(s) => s,
+            None => {
+                self.reach_all()?;
+                let s = enc::compile_exchange(op, dtype, words, rank, n).map_err(|e| Error::Bug(e.to_string()))?;
+                let s = Arc::new(self.linked(s)?);
+                let mut cache = lock(&self.schedules);
+                if cache.exchanges.len() >= MAX_SCHEDULES {
+                    cache.exchanges.clear();
+                }
+                cache.exchanges.insert((op, dtype, words), s.clone());
+                s
+            }
+        };
+        all.clear();
+        all.resize(mine.len() * n, 0);
+        let (input, output) = (LocalMem::input(mine), LocalMem::output(all));
+        Ok(lock(&self.core.endpoint).run(&schedule, input, output, None, None, self.timeout)?)
+    }
+
+    /// The schedule of a call with lists, not looked up.
+    pub(super) fn compile_listed(&self, call: &Call, lists: Lists<'_>) -> Result<Arc<Sealed>, Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        if call.private && n > 1 && !enc::fits_private(call, lists, n) {
+            return Err(too_long(call.op));
+        }
+        let config = &self.runtime.0.config;
+        let algorithm = enc::choose_with(call, lists, n, config.algorithm, config.one_hop_max);
+        self.reach_all()?;
+        let s = enc::compile_with(call, lists, rank, n, algorithm, &self.rings);
+        Ok(Arc::new(self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)?))
+    }
+
+    /// Makes sure that every pair is connected.
+    fn reach_all(&self) -> Result<(), Error> {
+        // The others go on to an operation that this rank cannot join: they learn why.
+        self.connect_all().inspect_err(|e| lock(&self.core.endpoint).fail(&e.to_string()))
+    }
+
+    /// Fails if a schedule needs a peer that was never linked.
+    fn linked(&self, s: Sealed) -> Result<Sealed, Error> {
+        let mut endpoint = lock(&self.core.endpoint);
+        if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
+            let e = OpError::NotLinked { rank: self.core.rank, peer };
+            endpoint.fail(&e.to_string());
+            return Err(e.into());
+        }
+        Ok(s)
     }
 
     fn check_call(&self, call: &Call) -> Result<(), Error> {
@@ -147,15 +516,6 @@ impl Communicator {
                 "{name}: rank {rank} sends to itself but receives from another, or the other way round"
             )));
         }
-        Ok(())
-    }
-
-    fn run(&mut self, call: &Call, input: LocalMem<'_>, output: LocalMem<'_>) -> Result<(), Error> {
-        let n = self.core.nranks;
-        let config = &self.runtime.0.config;
-        let algorithm = enc::choose(call, n, config.algorithm, config.one_hop_max);
-        let schedule = self.schedule(call, algorithm)?;
-        lock(&self.core.endpoint).run(&schedule, input, output, call.dst, call.src, self.timeout)?;
         Ok(())
     }
 
@@ -182,17 +542,10 @@ impl Communicator {
                     )));
                 }
                 if algorithm != Algorithm::Ring {
-                    // The others go on to an operation that this rank cannot join: they learn why.
-                    self.connect_all().inspect_err(|e| lock(&self.core.endpoint).fail(&e.to_string()))?;
+                    self.reach_all()?;
                 }
                 let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
-                let mut endpoint = lock(&self.core.endpoint);
-                if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
-                    let e = OpError::NotLinked { rank, peer };
-                    endpoint.fail(&e.to_string());
-                    return Err(e.into());
-                }
-                drop(endpoint);
+                let s = self.linked(s)?;
                 if cache.all.len() >= MAX_SCHEDULES {
                     cache.all.clear();
                 }
@@ -204,4 +557,33 @@ impl Communicator {
         cache.last = Some((*call, algorithm, schedule.clone()));
         Ok(schedule)
     }
+}
+
+fn too_long(op: Op) -> Error {
+    bad(format!("{}: the blocks are too long for one call in private memory; split it, or use tensors", op.name()))
+}
+
+/// The counts of all ranks from what they exchanged (each its n sends, then its n receives), if they fit together. All
+/// ranks look at all of it, so all answer alike.
+fn matrix_of(all: &[u8], n: usize, dtype: DataType) -> Result<Vec<u64>, Error> {
+    let words: Vec<u64> = all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+    let mut matrix = Vec::with_capacity(n * n);
+    for p in 0..n {
+        for q in 0..n {
+            let (sends, expects) = (words[p * 2 * n + q], words[q * 2 * n + n + p]);
+            if sends != expects {
+                return Err(bad(format!(
+                    "all_to_all_v: rank {p} sends {sends} elements to rank {q}, which expects {expects} from it; nothing was \
+                     moved; make send[{q}] of rank {p} and recv[{p}] of rank {q} the same"
+                )));
+            }
+            matrix.push(sends);
+        }
+    }
+    if total(&matrix, dtype).is_none() {
+        return Err(bad(format!(
+            "all_to_all_v: the sum of the {dtype} counts of all ranks is larger than memory can be"
+        )));
+    }
+    Ok(matrix)
 }

@@ -10,10 +10,12 @@
 
 mod collectives;
 mod communicator;
+mod group;
 mod runtime;
 mod tensor;
 
-pub use collectives::Peers;
+pub use collectives::{Peers, Reduction};
 pub use communicator::{CommOptions, Communicator, Rendezvous};
+pub use group::Group;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use tensor::{Io, Tensor};
