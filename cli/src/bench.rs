@@ -32,8 +32,9 @@ Exit code: 0 if every element was right (or -c 0), else 1.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Collectives: allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, sendrecv, barrier; and the short
-    /// names of nccom-test (allr, allg, redsct, ...)
+    /// Collectives: allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, sendrecv, barrier, allgatherv,
+    /// reduce_scatter_v, alltoallv, gather, scatter, permute, group; and the short names of nccom-test (allr, allg, redsct,
+    /// ...)
     #[arg(value_name = "COLLECTIVE", default_value = "allreduce", value_parser = collective::parse)]
     collectives: Vec<Op>,
     #[command(flatten)]
@@ -66,16 +67,17 @@ pub struct Args {
     #[arg(short, long, value_name = "0|1", default_value = "1", action = ArgAction::Set)]
     #[arg(value_parser = clap::builder::BoolishValueParser::new(), hide_possible_values = true)]
     check: bool,
-    /// Root of broadcast and reduce
+    /// Root of broadcast, reduce, gather and scatter
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     root: u64,
-    /// Input and output in the same memory (sendrecv has no such form)
+    /// Input and output in the same memory (sendrecv, permute, alltoallv and group have no such form)
     #[arg(long)]
     in_place: bool,
     /// Where the buffers lie
     #[arg(long, value_enum, default_value = "hbm")]
     buffers: Memory,
-    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged; default: by size
+    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged, halving, tree, two-level;
+    /// default: by size
     #[arg(long, value_name = "NAME")]
     algo: Option<String>,
     /// Write the results to this file, as JSON

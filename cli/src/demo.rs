@@ -92,12 +92,12 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 
     say("")?;
     say(&paint.bold(&format!(
-        "{:<15}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{:>8}",
+        "{:<17}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{:>8}",
         "collective", "size", "count", "type", "redop", "root", "mem", "io", "time", "algbw", "busbw", "#wrong"
     )))?;
     let units = ["(B)", "(elem)", "(us)", "(GB/s)", "(GB/s)"];
     say(&paint.dim(&format!(
-        "{:<15}{:>9}{:>9}{:>40}{:>9}{:>9}    GB is 10^9 bytes",
+        "{:<17}{:>9}{:>9}{:>40}{:>9}{:>9}    GB is 10^9 bytes",
         "", units[0], units[1], units[2], units[3], units[4]
     )))?;
     for op in Op::ALL {
@@ -134,7 +134,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         let [bad] = worker::sums(&mut m.comm, [bad])?;
         wrong += bad;
         say(&format!(
-            "  {:<15}{:>4} calls: {:<60} #wrong {}",
+            "  {:<17}{:>4} calls: {:<60} #wrong {}",
             op.name(),
             cases.len(),
             what(op, &cases),
@@ -229,7 +229,7 @@ fn row(
     let barrier = case.op == Op::Barrier;
     let dash = |s: String| if barrier { "-".to_string() } else { s };
     let line = format!(
-        "{:<15}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{}{}",
+        "{:<17}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{}{}",
         case.op.name(),
         dash(bytes.to_string()),
         dash(case.count.to_string()),

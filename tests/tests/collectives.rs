@@ -384,8 +384,7 @@ fn uneven(n: usize, count: usize, turn: usize) -> Vec<u64> {
 
 /// First element of each block.
 fn starts(counts: &[u64]) -> Vec<usize> {
-    let mut at = 0;
-    counts.iter().map(|c| std::mem::replace(&mut at, at + *c as usize)).collect()
+    (0..counts.len()).map(|i| counts[..i].iter().sum::<u64>() as usize).collect()
 }
 
 /// The collectives that take a root or lists, once each, for one type, count and kind of memory.
