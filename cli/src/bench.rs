@@ -35,8 +35,9 @@ Exit code: 0 if every element was right (or -c 0), else 1.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Collectives: allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, sendrecv, barrier; and the short
-    /// names of nccom-test (allr, allg, redsct, ...)
+    /// Collectives: allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, sendrecv, barrier, allgatherv,
+    /// reduce_scatter_v, alltoallv, gather, scatter, permute, group; and the short names of nccom-test (allr, allg, redsct,
+    /// ...)
     #[arg(value_name = "COLLECTIVE", default_value = "allreduce", value_parser = collective::parse)]
     collectives: Vec<Op>,
     #[command(flatten)]
@@ -69,16 +70,17 @@ pub struct Args {
     #[arg(short, long, value_name = "0|1", default_value = "1", action = ArgAction::Set)]
     #[arg(value_parser = clap::builder::BoolishValueParser::new(), hide_possible_values = true)]
     check: bool,
-    /// Root of broadcast and reduce
+    /// Root of broadcast, reduce, gather and scatter
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     root: u64,
-    /// Input and output in the same memory (sendrecv has no such form)
+    /// Input and output in the same memory (sendrecv, permute, alltoallv and group have no such form)
     #[arg(long)]
     in_place: bool,
     /// Where the buffers lie
     #[arg(long, value_enum, default_value = "hbm")]
     buffers: Memory,
-    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged; default: by size
+    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged, halving, tree, two-level;
+    /// default: by size
     #[arg(long, value_name = "NAME")]
     algo: Option<String>,
     /// Write the results to this file, as JSON
@@ -254,13 +256,17 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             "#{:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}",
             "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)"
         )))?;
+        anyhow::ensure!(
+            op != Op::Group || job.memory == Memory::Hbm,
+            "group moves tensors in device memory only; leave out --memory host, or use alltoall"
+        );
         let sizes = if op == Op::Barrier { &[0][..] } else { &job.sizes[..] };
         let cases: Vec<Case> = sizes
             .iter()
             .map(|bytes| {
                 let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
                 case.root = job.root;
-                case.in_place = job.in_place && op != Op::SendRecv;
+                case.in_place = job.in_place && collective::has_in_place(op);
                 case.seed = *bytes;
                 case
             })

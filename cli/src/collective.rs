@@ -3,6 +3,7 @@
 use anyhow::Context;
 use host_runtime::nrt::{Communicator, Io, Peers, Tensor};
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::limits::MAX_LOCAL_RANKS;
 use hw_bridge::peers::Op;
 
 use crate::reference::{Pattern, Tile, wrong_elements};
@@ -31,10 +32,18 @@ pub fn parse(name: &str) -> Result<Op, String> {
         "alltoall" | "all2all" | "a2a" => Op::AllToAll,
         "sendrecv" | "sendreceive" | "sr" => Op::SendRecv,
         "barrier" => Op::Barrier,
+        "allgatherv" | "agv" => Op::AllGatherV,
+        "reducescatterv" | "rsv" => Op::ReduceScatterV,
+        "alltoallv" | "a2av" => Op::AllToAllV,
+        "gather" => Op::Gather,
+        "scatter" => Op::Scatter,
+        "permute" => Op::Permute,
+        "group" => Op::Group,
         _ => {
             return Err(format!(
                 "`{name}` is not a collective; use one of allreduce, allgather, reduce_scatter, broadcast, reduce, alltoall, \
-                 sendrecv, barrier (short: allr, allg, redsct, bcast, red, a2a, sr)"
+                 sendrecv, barrier, allgatherv, reduce_scatter_v, alltoallv, gather, scatter, permute, group (short: allr, allg, \
+                 redsct, bcast, red, a2a, sr, agv, rsv, a2av)"
             ));
         }
     })
@@ -42,17 +51,48 @@ pub fn parse(name: &str) -> Result<Op, String> {
 
 /// Whether a collective computes.
 pub fn reduces(op: Op) -> bool {
-    matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce)
+    matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV)
 }
 
 /// Whether a collective has a root.
 pub fn has_root(op: Op) -> bool {
-    matches!(op, Op::Broadcast | Op::Reduce)
+    matches!(op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
+}
+
+/// Whether input and output can be the same memory.
+pub fn has_in_place(op: Op) -> bool {
+    !matches!(op, Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group)
 }
 
 /// Whether the larger buffer holds a block for each rank.
 fn is_blocked(op: Op) -> bool {
-    matches!(op, Op::AllGather | Op::ReduceScatter | Op::AllToAll)
+    matches!(
+        op,
+        Op::AllGather
+            | Op::ReduceScatter
+            | Op::AllToAll
+            | Op::AllGatherV
+            | Op::ReduceScatterV
+            | Op::AllToAllV
+            | Op::Gather
+            | Op::Scatter
+            | Op::Group
+    )
+}
+
+/// Elements of each of `n` blocks of the forms with lists: `count` in the mean, every other pair uneven.
+fn uneven(count: u64, n: usize) -> [u64; MAX_LOCAL_RANKS] {
+    let mut all = [0; MAX_LOCAL_RANKS];
+    for (i, c) in all.iter_mut().enumerate().take(n) {
+        let more = count - count / 3;
+        *c = match i % 4 {
+            _ if i % 2 == 0 && i + 1 == n => count,
+            0 => count + more,
+            1 => count - more,
+            _ => count,
+        };
+    }
+    all
 }
 
 /// Where buffers lie.
@@ -253,6 +293,11 @@ impl Case {
         self.count * self.dtype.size() as u64
     }
 
+    /// Elements that rank p sends to rank q in all_to_all_v: every row and every column is a turned `uneven`.
+    fn sent(&self, p: usize, q: usize, n: usize) -> u64 {
+        uneven(self.count, n)[(p + q) % n]
+    }
+
     /// Whom send_recv sends to and receives from: a circle.
     pub fn peers(&self, rank: usize, n: usize) -> Peers {
         Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) }
@@ -260,13 +305,20 @@ impl Case {
 
     /// Elements of `rank`'s input and output; 0 where it has none.
     fn elements(&self, rank: usize, n: usize) -> (u64, u64) {
+        let mine = uneven(self.count, n)[rank];
         let (block, all) = (self.count, self.count * n as u64);
         let root = |yes| if rank == self.root { yes } else { 0 };
         match self.op {
             Op::AllReduce | Op::SendRecv => (block, block),
             Op::AllGather => (block, all),
             Op::ReduceScatter => (all, block),
-            Op::AllToAll => (all, all),
+            Op::AllToAll | Op::Group | Op::AllToAllV => (all, all),
+            Op::AllGatherV => (mine, all),
+            Op::ReduceScatterV => (all, mine),
+            Op::Gather => (block, root(all)),
+            Op::Scatter => (root(all), block),
+            // The last sends to nobody and the first receives from nobody.
+            Op::Permute => (if rank + 1 < n { block } else { 0 }, if rank > 0 { block } else { 0 }),
             Op::Broadcast => (root(block), block),
             Op::Reduce => (block, root(block)),
             Op::Barrier => (0, 0),
@@ -274,26 +326,36 @@ impl Case {
     }
 
     /// First byte of input and output in the buffer that holds both.
-    fn places(&self, rank: usize) -> (u64, u64) {
+    fn places(&self, rank: usize, n: usize) -> (u64, u64) {
         let mine = rank as u64 * self.block();
+        let before = uneven(self.count, n)[..rank].iter().sum::<u64>() * self.dtype.size() as u64;
         match self.op {
             Op::AllGather => (mine, 0),
             Op::ReduceScatter => (0, mine),
+            Op::Gather if rank == self.root => (mine, 0),
+            Op::Scatter if rank == self.root => (0, mine),
+            Op::AllGatherV => (before, 0),
+            Op::ReduceScatterV => (0, before),
             _ => (0, 0),
         }
     }
 
-    /// Calls the collective. Allocates nothing.
+    /// Calls the collective. Allocates nothing, but for a group.
     ///
     /// # Errors
     /// The runtime's.
     pub fn issue(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), host_runtime::error::Error> {
         let (rank, n) = (comm.rank(), comm.nranks());
         let (count, dtype) = (self.count, self.dtype);
+        if self.op == Op::Group {
+            return self.issue_group(comm, buffers);
+        }
+        let counts = uneven(self.count, n);
+        let counts = &counts[..n];
         let Buffers { a, b, .. } = buffers;
         let io = match (a, b) {
             (Mem::Hbm(a), _) if self.in_place => {
-                let (i, o) = self.places(rank);
+                let (i, o) = self.places(rank, n);
                 Io::Device { src: (a, i), dst: (a, o) }
             }
             (Mem::Host(a, at), _) if self.in_place => Io::HostInPlace(&mut a[*at..]),
@@ -315,7 +377,36 @@ impl Case {
             Op::AllToAll => comm.all_to_all(io, count, dtype),
             Op::SendRecv => comm.send_recv(io, count, dtype, self.peers(rank, n)),
             Op::Barrier => comm.barrier(),
+            Op::AllGatherV => comm.all_gather_v(io, counts, dtype),
+            Op::ReduceScatterV => comm.reduce_scatter_v(io, counts, dtype, self.redop),
+            Op::AllToAllV => {
+                // What goes to a rank and what comes from it are as long.
+                let mut row = [0; MAX_LOCAL_RANKS];
+                row.iter_mut().enumerate().take(n).for_each(|(q, c)| *c = self.sent(rank, q, n));
+                comm.all_to_all_v(io, &row[..n], &row[..n], dtype)
+            }
+            Op::Gather => comm.gather(io, count, dtype, self.root),
+            Op::Scatter => comm.scatter(io, count, dtype, self.root),
+            Op::Permute => {
+                let pairs: [(usize, usize); MAX_LOCAL_RANKS] = std::array::from_fn(|r| (r, r + 1));
+                comm.permute(io, count, dtype, &pairs[..n - 1])
+            }
+            Op::Group => Ok(()),
         }
+    }
+
+    /// A block to every rank and one from every rank.
+    fn issue_group(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), host_runtime::error::Error> {
+        let n = comm.nranks();
+        let (Mem::Hbm(a), Mem::Hbm(b)) = (&buffers.a, &buffers.b) else {
+            return Err(host_runtime::error::Error::Usage("a group moves tensors in device memory only".into()));
+        };
+        let mut group = comm.group();
+        for r in 0..n {
+            let at = r as u64 * self.block();
+            group.send(a, at, self.count, self.dtype, r)?.recv(b, at, self.count, self.dtype, r)?;
+        }
+        group.run()
     }
 
     /// Fills the input, calls once, and counts the elements of this rank that are wrong: in the output, in an input that
@@ -329,7 +420,7 @@ impl Case {
         let redop = reduces(self.op).then_some(self.redop);
         let pattern = Pattern { dtype: self.dtype, redop, nranks: n, seed: self.seed };
         let (ins, outs) = self.elements(rank, n);
-        let (in_at, out_at) = if self.in_place { self.places(rank) } else { (0, 0) };
+        let (in_at, out_at) = if self.in_place { self.places(rank, n) } else { (0, 0) };
         let whole = self.bytes(n);
         let input = pattern.input(rank, ins);
         let input = Part { at: in_at, count: ins, tile: &input, start: 0 };
@@ -345,9 +436,9 @@ impl Case {
         let out = if self.in_place { &buffers.a } else { &buffers.b };
         let mut wrong = 0;
         let mut at = out_at;
-        for (tile, start) in &tiles {
-            wrong += out.wrong(&Part { at, count: self.count, tile, start: *start }, size)?;
-            at += self.block();
+        for (tile, start, count) in &tiles {
+            wrong += out.wrong(&Part { at, count: *count, tile, start: *start }, size)?;
+            at += count * size;
         }
         if !self.in_place {
             wrong += buffers.a.wrong(&input, size)?;
@@ -360,18 +451,34 @@ impl Case {
         Ok(wrong)
     }
 
-    /// What `rank` must receive: blocks of `count` elements, each from an element of a tile on.
-    fn expected(&self, p: &Pattern, rank: usize, n: usize) -> Vec<(Tile, u64)> {
+    /// What `rank` must receive: blocks one after the other, each from an element of a tile on, and their elements.
+    fn expected(&self, p: &Pattern, rank: usize, n: usize) -> Vec<(Tile, u64, u64)> {
         let (count, mine) = (self.count, rank as u64 * self.count);
+        let counts = uneven(count, n);
+        let before = counts[..rank].iter().sum::<u64>();
         match self.op {
-            Op::AllReduce => vec![(p.reduction(count), 0)],
-            Op::Reduce if rank == self.root => vec![(p.reduction(count), 0)],
+            Op::AllReduce => vec![(p.reduction(count), 0, count)],
+            Op::Reduce if rank == self.root => vec![(p.reduction(count), 0, count)],
+            Op::Gather if rank != self.root => Vec::new(),
             Op::Reduce | Op::Barrier => Vec::new(),
-            Op::Broadcast => vec![(p.input(self.root, count), 0)],
-            Op::AllGather => (0..n).map(|r| (p.input(r, count), 0)).collect(),
-            Op::ReduceScatter => vec![(p.reduction(mine + count), mine)],
-            Op::AllToAll => (0..n).map(|r| (p.input(r, mine + count), mine)).collect(),
-            Op::SendRecv => self.peers(rank, n).src.map(|r| (p.input(r, count), 0)).into_iter().collect(),
+            Op::Broadcast => vec![(p.input(self.root, count), 0, count)],
+            Op::AllGather | Op::Gather => (0..n).map(|r| (p.input(r, count), 0, count)).collect(),
+            Op::ReduceScatter => vec![(p.reduction(mine + count), mine, count)],
+            Op::Scatter => vec![(p.input(self.root, mine + count), mine, count)],
+            Op::AllToAll | Op::Group => (0..n).map(|r| (p.input(r, mine + count), mine, count)).collect(),
+            Op::SendRecv => self.peers(rank, n).src.map(|r| (p.input(r, count), 0, count)).into_iter().collect(),
+            Op::Permute if rank > 0 => vec![(p.input(rank - 1, count), 0, count)],
+            Op::Permute => Vec::new(),
+            Op::AllGatherV => (0..n).map(|r| (p.input(r, counts[r]), 0, counts[r])).collect(),
+            Op::ReduceScatterV => vec![(p.reduction(before + counts[rank]), before, counts[rank])],
+            Op::AllToAllV => {
+                let from = |r: usize| {
+                    let at = (0..rank).map(|q| self.sent(r, q, n)).sum::<u64>();
+                    let count = self.sent(r, rank, n);
+                    (p.input(r, at + count), at, count)
+                };
+                (0..n).map(from).collect()
+            }
         }
     }
 

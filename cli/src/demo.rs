@@ -9,7 +9,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
 
-use crate::collective::{Buffers, Case, Memory, has_root, reduces};
+use crate::collective::{Buffers, Case, Memory, has_in_place, has_root, reduces};
 use crate::measure::{self, number};
 use crate::term::{self, Paint, Progress};
 use crate::worker::{self, Member, Ranks};
@@ -92,23 +92,23 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 
     say("")?;
     say(&paint.bold(&format!(
-        "{:<15}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{:>8}",
+        "{:<17}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{:>8}",
         "collective", "size", "count", "type", "redop", "root", "mem", "io", "time", "algbw", "busbw", "#wrong"
     )))?;
     let units = ["(B)", "(elem)", "(us)", "(GB/s)", "(GB/s)"];
     say(&paint.dim(&format!(
-        "{:<15}{:>9}{:>9}{:>40}{:>9}{:>9}    GB is 10^9 bytes",
+        "{:<17}{:>9}{:>9}{:>40}{:>9}{:>9}    GB is 10^9 bytes",
         "", units[0], units[1], units[2], units[3], units[4]
     )))?;
     for op in Op::ALL {
         progress.phase(&format!("running {}", op.name()));
         for (i, (bytes, dtype, redop, memory, in_place)) in ROWS.into_iter().enumerate() {
-            if op == Op::Barrier && i > 0 {
+            if op == Op::Barrier && i > 0 || op == Op::Group && memory == Memory::Host {
                 continue;
             }
             let mut case = Case::of_bytes(op, dtype, redop, bytes, n);
             case.root = if has_root(op) { i % n } else { 0 };
-            case.in_place = in_place && op != Op::SendRecv;
+            case.in_place = in_place && has_in_place(op);
             case.seed = i as u64;
             let buffers = if memory == Memory::Hbm { &mut hbm } else { &mut host };
             let (line, bad) = row(&mut m.comm, buffers, &case, memory, paint)?;
@@ -134,7 +134,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         let [bad] = worker::sums(&mut m.comm, [bad])?;
         wrong += bad;
         say(&format!(
-            "  {:<15}{:>4} calls: {:<60} #wrong {}",
+            "  {:<17}{:>4} calls: {:<60} #wrong {}",
             op.name(),
             cases.len(),
             what(op, &cases),
@@ -229,7 +229,7 @@ fn row(
     let barrier = case.op == Op::Barrier;
     let dash = |s: String| if barrier { "-".to_string() } else { s };
     let line = format!(
-        "{:<15}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{}{}",
+        "{:<17}{:>9}{:>9}  {:<7}{:>5}{:>5}  {:<5}{:<4}{:>10}{:>9}{:>9}{}{}",
         case.op.name(),
         dash(bytes.to_string()),
         dash(case.count.to_string()),
@@ -254,9 +254,9 @@ fn matrix(op: Op, n: usize) -> Vec<(Memory, Case)> {
         let case = Case::of_bytes(op, DataType::Uint8, ReduceOp::Sum, 0, n);
         return vec![(Memory::Hbm, case); 8];
     }
-    let places: &[bool] = if op == Op::SendRecv { &[false] } else { &[false, true] };
+    let places: &[bool] = if has_in_place(op) { &[false, true] } else { &[false] };
     let mut cases = Vec::new();
-    for memory in [Memory::Hbm, Memory::Host] {
+    for memory in memories(op) {
         for in_place in places {
             for count in COUNTS {
                 for _ in 0..PAIRS {
@@ -271,12 +271,17 @@ fn matrix(op: Op, n: usize) -> Vec<(Memory, Case)> {
                     case.root = if has_root(op) { turn % n } else { 0 };
                     case.in_place = *in_place;
                     case.seed = 1000 + turn as u64;
-                    cases.push((memory, case));
+                    cases.push((*memory, case));
                 }
             }
         }
     }
     cases
+}
+
+/// Kinds of memory a collective takes.
+fn memories(op: Op) -> &'static [Memory] {
+    if op == Op::Group { &[Memory::Hbm] } else { &[Memory::Hbm, Memory::Host] }
 }
 
 /// What a matrix covers, in words.
@@ -294,8 +299,9 @@ fn what(op: Op, cases: &[(Memory, Case)]) -> String {
     let pairs = different(|c| u64::from(c.dtype.nrt()) << 8 | c.redop as u64).len();
     let most = different(|c| c.count).last().copied().unwrap_or(0);
     let kinds = if reduces(op) { format!("{pairs} type x redop pairs") } else { format!("{types} types") };
-    let places = if op == Op::SendRecv { "" } else { ", in and out of place" };
-    format!("{kinds}, 0 to {most} elements, hbm and host{places}")
+    let places = if has_in_place(op) { ", in and out of place" } else { "" };
+    let host = if op == Op::Group { "" } else { " and host" };
+    format!("{kinds}, 0 to {most} elements, hbm{host}{places}")
 }
 
 #[cfg(test)]
@@ -313,10 +319,10 @@ mod tests {
                 if op == Op::Barrier {
                     continue;
                 }
-                for memory in [Memory::Hbm, Memory::Host] {
-                    assert!(cases.iter().any(|(m, c)| *m == memory && c.count == 0));
-                    assert!(cases.iter().any(|(m, c)| *m == memory && c.count % 2 == 1 && c.count > 4000));
-                    assert!(op == Op::SendRecv || cases.iter().any(|(m, c)| *m == memory && c.in_place));
+                for memory in memories(op) {
+                    assert!(cases.iter().any(|(m, c)| m == memory && c.count == 0));
+                    assert!(cases.iter().any(|(m, c)| m == memory && c.count % 2 == 1 && c.count > 4000));
+                    assert!(!has_in_place(op) || cases.iter().any(|(m, c)| m == memory && c.in_place));
                 }
                 for d in DataType::ALL {
                     assert!(cases.iter().any(|(_, c)| c.dtype == d && c.count > 0));

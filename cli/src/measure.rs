@@ -61,8 +61,16 @@ pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
     let alg = bytes as f64 / us / 1e3;
     let factor = match op {
         Op::AllReduce => 2.0 * (n - 1.0) / n,
-        Op::AllGather | Op::ReduceScatter | Op::AllToAll => (n - 1.0) / n,
-        Op::Broadcast | Op::Reduce | Op::SendRecv => 1.0,
+        Op::AllGather
+        | Op::ReduceScatter
+        | Op::AllToAll
+        | Op::AllGatherV
+        | Op::ReduceScatterV
+        | Op::AllToAllV
+        | Op::Gather
+        | Op::Scatter
+        | Op::Group => (n - 1.0) / n,
+        Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Permute => 1.0,
         Op::Barrier => 0.0,
     };
     (alg, alg * factor)

@@ -60,6 +60,16 @@ pub const GROUP_STREAMS: u32 = 4;
 pub const LISTED_RANKS: usize = 32;
 /// Schedules a communicator keeps compiled.
 pub const MAX_SCHEDULES: usize = 512;
+/// Schedules of calls with lists (counts, pairs, groups) a communicator keeps compiled.
+pub const MAX_LISTED: usize = 64;
+/// Bytes of the lists it keeps beside them, to know them again.
+pub const MAX_LISTED_BYTES: usize = 4 << 20;
+/// Sends and receives of one rank in one group: their descriptions must fit beside an arrival record.
+pub const MAX_GROUP: usize = 340;
+/// Descriptions that travel in the first exchange of a group; a second one follows if a rank has more.
+pub const GROUP_AT_ONCE: usize = 8;
+/// Bytes of reductions that all_reduce_many packs into one; larger ones go by themselves.
+pub const PACK_BYTES: usize = 64 * 1024;
 
 /// What one tenant's plugins may use. The default suits a plugin that plans for a few hundred ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

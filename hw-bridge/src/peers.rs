@@ -94,11 +94,25 @@ pub enum Op {
     SendRecv = 7,
     /// Nothing moves; nobody leaves before all have come.
     Barrier = 8,
+    /// All-gather of blocks of different sizes.
+    AllGatherV = 9,
+    /// Reduce-scatter of blocks of different sizes.
+    ReduceScatterV = 10,
+    /// All-to-all of blocks of different sizes.
+    AllToAllV = 11,
+    /// The root gets the concatenation of all inputs.
+    Gather = 12,
+    /// Rank r gets block r of the root's input.
+    Scatter = 13,
+    /// Some pairs: each rank sends to one at most and receives from one at most, and all know the pairs.
+    Permute = 14,
+    /// Sends and receives issued as one.
+    Group = 15,
 }
 
 impl Op {
     /// All of them.
-    pub const ALL: [Op; 8] = [
+    pub const ALL: [Op; 15] = [
         Op::AllReduce,
         Op::AllGather,
         Op::ReduceScatter,
@@ -107,6 +121,13 @@ impl Op {
         Op::AllToAll,
         Op::SendRecv,
         Op::Barrier,
+        Op::AllGatherV,
+        Op::ReduceScatterV,
+        Op::AllToAllV,
+        Op::Gather,
+        Op::Scatter,
+        Op::Permute,
+        Op::Group,
     ];
 
     /// The name users know.
@@ -120,6 +141,13 @@ impl Op {
             Op::AllToAll => "all_to_all",
             Op::SendRecv => "send_recv",
             Op::Barrier => "barrier",
+            Op::AllGatherV => "all_gather_v",
+            Op::ReduceScatterV => "reduce_scatter_v",
+            Op::AllToAllV => "all_to_all_v",
+            Op::Gather => "gather",
+            Op::Scatter => "scatter",
+            Op::Permute => "permute",
+            Op::Group => "group",
         }
     }
 
@@ -180,7 +208,7 @@ pub(crate) fn describe(packed: u64, count: u64) -> String {
         s += &format!(" {r}");
     }
     s += &format!(" count {count}");
-    if matches!(Op::from_u8(byte(0)), Some(Op::Broadcast | Op::Reduce)) {
+    if matches!(Op::from_u8(byte(0)), Some(Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)) {
         s += &format!(" root {}", (packed >> 32) as u16);
     }
     let flags = byte(24);

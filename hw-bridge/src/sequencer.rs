@@ -129,6 +129,8 @@ pub struct Schedule {
     pub peer_in_bytes: u64,
     /// Bytes of a peer's output, where it is one that the steps touch.
     pub peer_out_bytes: u64,
+    /// In the in-place form: the first byte of the input counted from the first byte of the output.
+    pub in_place: Option<i64>,
     /// Whether staging halves are used.
     pub staged: bool,
     /// Digest of what all ranks must agree on and the header cannot hold (counts of each rank, pairs); 0 for nothing. A
@@ -150,6 +152,8 @@ pub struct LocalMem<'a> {
     hbm: Option<u64>,
     arena: *const u8,
     buf: Option<&'a HbmBuf>,
+    /// The buffers an operation uses of a whole arena.
+    parts: &'a [&'a HbmBuf],
     life: PhantomData<&'a [u8]>,
 }
 
@@ -163,6 +167,7 @@ impl<'a> LocalMem<'a> {
             hbm: Some(0),
             arena: std::ptr::null(),
             buf: None,
+            parts: &[],
             life: PhantomData,
         }
     }
@@ -180,8 +185,17 @@ impl<'a> LocalMem<'a> {
             hbm: Some(buf.offset() + offset),
             arena: buf.hbm().segment().base(),
             buf: Some(buf),
+            parts: &[],
             life: PhantomData,
         })
+    }
+
+    /// All of a core's device memory, for schedules whose positions are offsets in it. `parts` are the buffers that the
+    /// operation uses: they must stay allocated while it runs, and are kept if it fails in a peer's hands.
+    pub fn arena(hbm: &'a Hbm, parts: &'a [&'a HbmBuf]) -> LocalMem<'a> {
+        let base = hbm.segment().base();
+        let len = hbm.segment().len() as u64;
+        LocalMem { ptr: base, len, writable: true, hbm: Some(0), arena: base, buf: None, parts, life: PhantomData }
     }
 
     /// Private memory to read from.
@@ -193,6 +207,7 @@ impl<'a> LocalMem<'a> {
             hbm: None,
             arena: std::ptr::null(),
             buf: None,
+            parts: &[],
             life: PhantomData,
         }
     }
@@ -206,6 +221,7 @@ impl<'a> LocalMem<'a> {
             hbm: None,
             arena: std::ptr::null(),
             buf: None,
+            parts: &[],
             life: PhantomData,
         }
     }
@@ -674,7 +690,8 @@ impl Lane {
             Ok(()) => {
                 self.mine().set_progress(self.seq, STEP_DONE);
                 self.ring_peers();
-                self.digest = schedule.header.digest(self.digest);
+                // The lists as well: ranks that did not meet in this operation notice at their next meeting.
+                self.digest = schedule.header.digest(self.digest) ^ (schedule.table ^ schedule.table >> 32) as u32;
                 self.mine().tally().op();
                 self.mine().flight().end(self.seq, State::Done, stamp);
                 Ok(())
@@ -707,7 +724,8 @@ impl Lane {
         let until = Instant::now() + PATIENCE;
         while self.endpoint.linked_peers().any(inside) {
             if Instant::now() >= until {
-                for buf in [input.buf, output.buf].into_iter().flatten() {
+                let parts = input.parts.iter().chain(output.parts).copied();
+                for buf in [input.buf, output.buf].into_iter().flatten().chain(parts) {
                     buf.keep();
                 }
                 return;
@@ -728,7 +746,9 @@ impl Lane {
             None => true,
             // The same first byte, or one rank's block inside the other buffer: what the in-place forms are.
             Some(d) => {
-                d == 0 || s.in_bytes != s.out_bytes && d.unsigned_abs() % s.in_bytes.min(s.out_bytes).max(1) == 0
+                d == 0
+                    || s.in_place == Some(d)
+                    || s.in_bytes != s.out_bytes && d.unsigned_abs() % s.in_bytes.min(s.out_bytes).max(1) == 0
             }
         };
         let why = if s.out_bytes > 0 && !output.writable {
@@ -1027,10 +1047,9 @@ impl Lane {
             if s.header.flags & FLAG_PRIVATE == 0 {
                 // A rank without that buffer (a reduce's output off the root) announces any offset; only one that the
                 // steps use must fit.
-                let (a, b) = (p.hbm.at(input, s.peer_in_bytes), p.hbm.at(output, s.peer_out_bytes));
-                if a.is_none() && s.touches(Place::PeerIn(peer as u16))
-                    || b.is_none() && s.touches(Place::PeerOut(peer as u16))
-                {
+                let (need_in, need_out) = s.extents[peer];
+                let (a, b) = (p.hbm.at(input, need_in), p.hbm.at(output, need_out));
+                if a.is_none() && need_in > 0 || b.is_none() && need_out > 0 {
                     return Err(OpError::BadPeer { rank: self.endpoint.rank, seq, peer });
                 }
                 bases.peer_in[peer] = a.unwrap_or(std::ptr::null_mut());
@@ -1161,7 +1180,21 @@ impl Schedule {
         let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];
         arrived[rank] = true;
-        let inside = |at: At, len: u64, arrived: &[bool], step: usize| -> Result<(), BadSchedule> {
+        // Declared in-place buffers: what a step reads of one and writes to the other must be the same or apart.
+        let clash = |a: At, b: At, len: u64, same_is_fine: bool| {
+            let whole = |at: At| match (at.0, self.in_place) {
+                (Place::In, Some(d)) => Some(i128::from(at.1) + i128::from(d)),
+                (Place::Out, Some(_)) => Some(i128::from(at.1)),
+                _ => None,
+            };
+            match (whole(a), whole(b)) {
+                (Some(x), Some(y)) if x == y => !same_is_fine && len > 0,
+                (Some(x), Some(y)) => x < y + i128::from(len) && y < x + i128::from(len),
+                _ => false,
+            }
+        };
+        let mut extents = vec![(0u64, 0u64); nranks];
+        let mut inside = |at: At, len: u64, arrived: &[bool], step: usize| -> Result<(), BadSchedule> {
             let (limit, who) = match at.0 {
                 Place::In => (self.in_bytes, rank),
                 Place::Out => (self.out_bytes, rank),
@@ -1183,7 +1216,14 @@ impl Schedule {
                 return Err(bad(step, format!("{at:?}: a record with inline payload has no offsets")));
             }
             match at.1.checked_add(len) {
-                Some(end) if end <= limit => Ok(()),
+                Some(end) if end <= limit => {
+                    match at.0 {
+                        Place::PeerIn(_) => extents[who].0 = extents[who].0.max(end),
+                        Place::PeerOut(_) => extents[who].1 = extents[who].1.max(end),
+                        _ => {}
+                    }
+                    Ok(())
+                }
                 _ => Err(bad(step, format!("{len} bytes at {at:?}, limit {limit}"))),
             }
         };
@@ -1208,6 +1248,9 @@ impl Schedule {
                 Step::Copy { dst, src, len } => {
                     inside(dst, len, &arrived, i)?;
                     inside(src, len, &arrived, i)?;
+                    if clash(dst, src, len, false) {
+                        return Err(bad(i, "copies onto itself in place".into()));
+                    }
                 }
                 Step::Swap { a, b, len } => {
                     inside(a, len, &arrived, i)?;
@@ -1229,6 +1272,9 @@ impl Schedule {
                     }
                     for src in &self.sources[first as usize..end] {
                         inside(*src, len, &arrived, i)?;
+                        if clash(dst, *src, len, true) {
+                            return Err(bad(i, "reduces into a part of its source in place".into()));
+                        }
                     }
                 }
                 Step::Average { dst, count, n } => {
@@ -1246,7 +1292,7 @@ impl Schedule {
         // Peers reach this rank's buffers in every schedule whose records carry offsets of device memory.
         let reaches_me = self.header.flags & FLAG_PRIVATE == 0 && self.slot_len == 0;
         let streaming = reaches_me && self.header.redop.is_none() && self.in_bytes.max(self.out_bytes) >= STREAM_BYTES;
-        Ok(Sealed { schedule: self, reached, reaches_me, last_wait, streaming })
+        Ok(Sealed { schedule: self, reached, extents, reaches_me, last_wait, streaming })
     }
 }
 
@@ -1256,6 +1302,8 @@ pub struct Sealed {
     schedule: Schedule,
     /// Peers whose buffers the steps touch.
     reached: Vec<u16>,
+    /// How far into each rank's input and output the steps reach, in bytes.
+    extents: Vec<(u64, u64)>,
     /// Whether peers may touch this rank's buffers.
     reaches_me: bool,
     /// Highest step waited for.

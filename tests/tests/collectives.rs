@@ -5,7 +5,7 @@ mod common;
 
 use common::{config, world};
 use host_runtime::enc::Algorithm;
-use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
+use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::reduce;
 
@@ -375,4 +375,330 @@ fn a_rank_that_leaves_in_the_middle_is_named_by_those_who_wait_for_another() {
     assert!(texts[0].contains("rank 2") && texts[0].contains("gone fishing"), "{}", texts[0]);
     assert!(texts[1].contains("gone fishing") || texts[1].contains("rank 0"), "{}", texts[1]);
     assert!(texts[2].contains("gone fishing"), "{}", texts[2]);
+}
+
+/// Uneven counts for `n` blocks, some of them 0.
+fn uneven(n: usize, count: usize, turn: usize) -> Vec<u64> {
+    (0..n).map(|i| [count, 0, 2 * count + 1, 1][(i + turn) % 4] as u64).collect()
+}
+
+/// First element of each block.
+fn starts(counts: &[u64]) -> Vec<usize> {
+    (0..counts.len()).map(|i| counts[..i].iter().sum::<u64>() as usize).collect()
+}
+
+/// The collectives that take a root or lists, once each, for one type, count and kind of memory.
+fn listed_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op: ReduceOp, count: usize, turn: usize) {
+    let (rank, n) = (comm.rank(), comm.nranks());
+    let size = dtype.size();
+    let here = format!("rank {rank} of {n}, {dtype} {op} count {count} turn {turn}, device {device}");
+    let block = count * size;
+    let c = count as u64;
+    let root = turn % n;
+    let wide: Vec<Vec<u8>> = (0..n).map(|r| input(r, turn as u64, block * n)).collect();
+    let mut run = Run { comm, device };
+
+    let all: Vec<u8> = wide.iter().flat_map(|b| b[..block].to_vec()).collect();
+    let out = if rank == root { &all[..] } else { &[] };
+    let got = run.apart(&wide[rank][..block], out.len(), |comm, io| comm.gather(io, c, dtype, root).unwrap());
+    assert_eq!(got, out, "gather {here}");
+    if rank == root {
+        let mut buf = vec![0xEE; block * n];
+        buf[rank * block..(rank + 1) * block].copy_from_slice(&wide[rank][..block]);
+        let got = run.in_place(buf, rank * block, 0, |comm, io| comm.gather(io, c, dtype, root).unwrap());
+        assert_eq!(got, all, "gather in place {here}");
+    } else {
+        let got = run.in_place(wide[rank][..block].to_vec(), 0, 0, |comm, io| comm.gather(io, c, dtype, root).unwrap());
+        assert_eq!(got, wide[rank][..block], "gather in place {here}");
+    }
+
+    let mine = &wide[root][rank * block..(rank + 1) * block];
+    let src: &[u8] = if rank == root { &wide[root] } else { &[] };
+    let got = run.apart(src, block, |comm, io| comm.scatter(io, c, dtype, root).unwrap());
+    assert_eq!(got, mine, "scatter {here}");
+    if rank == root {
+        let got =
+            run.in_place(wide[root].clone(), 0, rank * block, |comm, io| comm.scatter(io, c, dtype, root).unwrap());
+        assert_eq!(got, wide[root], "scatter in place {here}");
+    } else {
+        let got = run.in_place(vec![0xEE; block], 0, 0, |comm, io| comm.scatter(io, c, dtype, root).unwrap());
+        assert_eq!(got, mine, "scatter in place {here}");
+    }
+
+    // Every second rank sends, to the rank `turn` further on.
+    let pairs: Vec<(usize, usize)> = (0..n).filter(|r| turn == 0 || r % 2 == 0).map(|r| (r, (r + turn) % n)).collect();
+    let from = pairs.iter().find(|p| p.1 == rank).map(|p| p.0);
+    let src: &[u8] = if pairs.iter().any(|p| p.0 == rank) { &wide[rank][..block] } else { &[] };
+    let expected = from.map_or(&[][..], |p| &wide[p][..block]);
+    let got = run.apart(src, expected.len(), |comm, io| comm.permute(io, c, dtype, &pairs).unwrap());
+    assert_eq!(got, expected, "permute {here}");
+
+    let counts = uneven(n, count, turn);
+    let at = starts(&counts);
+    let total = counts.iter().sum::<u64>() as usize;
+    let parts: Vec<Vec<u8>> = (0..n).map(|r| input(r + 9, 5, counts[r] as usize * size)).collect();
+    let all = parts.concat();
+    let got = run.apart(&parts[rank], all.len(), |comm, io| comm.all_gather_v(io, &counts, dtype).unwrap());
+    assert_eq!(got, all, "all_gather_v {here}");
+    let mut buf = vec![0xEE; all.len()];
+    buf[at[rank] * size..][..parts[rank].len()].copy_from_slice(&parts[rank]);
+    let got = run.in_place(buf, at[rank] * size, 0, |comm, io| comm.all_gather_v(io, &counts, dtype).unwrap());
+    assert_eq!(got, all, "all_gather_v in place {here}");
+
+    let ins: Vec<Vec<u8>> = (0..n).map(|r| exact_input(r, dtype, total)).collect();
+    let sum = reduced(op, dtype, &ins);
+    let mine = &sum[at[rank] * size..][..counts[rank] as usize * size];
+    let got = run.apart(&ins[rank], mine.len(), |comm, io| comm.reduce_scatter_v(io, &counts, dtype, op).unwrap());
+    assert_eq!(got, mine, "reduce_scatter_v {here}");
+    let got = run.in_place(ins[rank].clone(), 0, at[rank] * size, |comm, io| {
+        comm.reduce_scatter_v(io, &counts, dtype, op).unwrap();
+    });
+    assert_eq!(&got[at[rank] * size..][..mine.len()], mine, "reduce_scatter_v in place {here}");
+
+    // A row, a column or neither is empty.
+    let cell = |p: usize, q: usize| {
+        if turn % 3 == 1 && p == 0 || turn % 3 == 2 && q == 0 { 0 } else { uneven(n, count, turn + p)[q] }
+    };
+    let row = |p: usize| (0..n).map(|q| cell(p, q)).collect::<Vec<u64>>();
+    let recv: Vec<u64> = (0..n).map(|p| cell(p, rank)).collect();
+    let sent: Vec<Vec<u8>> = (0..n).map(|p| input(p + 3, 7, row(p).iter().sum::<u64>() as usize * size)).collect();
+    let expected: Vec<u8> = (0..n)
+        .flat_map(|p| sent[p][starts(&row(p))[rank] * size..][..cell(p, rank) as usize * size].to_vec())
+        .collect();
+    let send = row(rank);
+    let got = run.apart(&sent[rank], expected.len(), |comm, io| comm.all_to_all_v(io, &send, &recv, dtype).unwrap());
+    assert_eq!(got, expected, "all_to_all_v {here}");
+}
+
+#[test]
+fn collectives_with_roots_and_lists() {
+    for n in 1..=4usize {
+        world(n, &config(), move |mut comm| {
+            for device in [true, false] {
+                for turn in 0..4 {
+                    for count in [0usize, 1, 5, 1000, 4099] {
+                        listed_collectives(&mut comm, device, DataType::Fp32, ReduceOp::Sum, count, turn);
+                    }
+                    listed_collectives(&mut comm, device, DataType::Uint8, ReduceOp::Max, 7, turn);
+                    listed_collectives(&mut comm, device, DataType::Int64, ReduceOp::Avg, 333, turn);
+                    listed_collectives(&mut comm, device, DataType::Bf16, ReduceOp::Sum, 300_001, turn);
+                }
+            }
+            comm.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn collectives_with_roots_and_lists_in_every_algorithm() {
+    for algorithm in Algorithm::ALL {
+        world(5, &forced(algorithm), move |mut comm| {
+            for device in [true, false] {
+                for (turn, count) in [(0, 9usize), (1, 2047), (2, 70_001), (3, 0)] {
+                    listed_collectives(&mut comm, device, DataType::Int16, ReduceOp::Sum, count, turn);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn halving_trees_and_two_levels() {
+    for algorithm in [Algorithm::Halving, Algorithm::Tree, Algorithm::TwoLevel] {
+        for n in [2usize, 3, 4, 6, 7, 12] {
+            world(n, &forced(algorithm), move |mut comm| {
+                for op in [ReduceOp::Sum, ReduceOp::Avg] {
+                    for count in [1usize, 5, 4099, 100_000] {
+                        all_collectives(&mut comm, true, DataType::Fp32, op, count, count as u64);
+                    }
+                }
+                // Every rank makes the inputs of all: more would take a busy machine longer than the deadline.
+                let count = 3_000_001 / (n * n);
+                all_collectives(&mut comm, true, DataType::Uint8, ReduceOp::Min, count, 4);
+            });
+        }
+    }
+}
+
+/// Both sides of counts that do not fit are named on all ranks, nothing moves, and the communicator goes on.
+#[test]
+fn all_to_all_v_counts_that_do_not_fit_are_told_to_all() {
+    for device in [true, false] {
+        let texts = world(3, &config(), move |mut comm| {
+            let rank = comm.rank();
+            // Rank 2 expects 4 elements from rank 0, which sends 5.
+            let (send, recv) = ([[5u64; 3], [5; 3], [5; 3]], [[5u64; 3], [5; 3], [4, 5, 5]]);
+            let src = vec![rank as u8; 15];
+            let mut dst = vec![0xEE; 15];
+            let (a, b) = (comm.tensor(15).unwrap(), comm.tensor(15).unwrap());
+            b.write(0, &dst).unwrap();
+            let io = if device { Io::device(&a, &b) } else { Io::Host { src: &src, dst: &mut dst } };
+            let e = comm.all_to_all_v(io, &send[rank], &recv[rank], DataType::Uint8).unwrap_err().to_string();
+            assert_eq!(dst, [0xEE; 15]);
+            b.read(0, &mut dst).unwrap();
+            assert_eq!(dst, [0xEE; 15]);
+            comm.barrier().unwrap();
+            e
+        });
+        for t in &texts {
+            assert!(t.contains("rank 0 sends 5 elements to rank 2, which expects 4 from it"), "{t}");
+        }
+    }
+}
+
+#[test]
+fn lists_that_differ_between_ranks_are_a_mismatch() {
+    for device in [true, false] {
+        for bytes in [40u64, 40_000] {
+            let texts = world(2, &config(), move |mut comm| {
+                let counts = if comm.rank() == 0 { [bytes / 4, bytes / 2] } else { [bytes / 2, bytes / 4] };
+                let n = bytes as usize;
+                let (src, mut dst) = (vec![1u8; n], vec![0xEE; n]);
+                let (a, b) = (comm.tensor(bytes).unwrap(), comm.tensor(bytes).unwrap());
+                let io = if device { Io::device(&a, &b) } else { Io::Host { src: &src, dst: &mut dst } };
+                let e = comm.all_gather_v(io, &counts, DataType::Uint8).unwrap_err().to_string();
+                assert!(dst.iter().all(|b| *b == 0xEE), "bytes of a call that does not match were written");
+                e
+            });
+            assert!(texts.iter().any(|t| t.contains("other counts or pairs")), "{texts:?}");
+        }
+    }
+}
+
+#[test]
+fn wrong_lists_are_refused_before_anything_moves() {
+    world(2, &config(), |mut comm| {
+        let t = comm.tensor(64).unwrap();
+        let u = comm.tensor(64).unwrap();
+        let text = |r: Result<(), host_runtime::error::Error>| r.unwrap_err().to_string();
+        let e = text(comm.all_gather_v(Io::device(&t, &u), &[1], DataType::Uint8));
+        assert!(e.contains("1 counts were passed, 2 ranks need one each"), "{e}");
+        let e = text(comm.all_gather_v(Io::device(&t, &u), &[u64::MAX, 2], DataType::Uint8));
+        assert!(e.contains("larger than memory can be"), "{e}");
+        let e = text(comm.permute(Io::device(&t, &u), 1, DataType::Uint8, &[(0, 1), (0, 0)]));
+        assert!(e.contains("a second time"), "{e}");
+        let e = text(comm.permute(Io::device(&t, &u), 1, DataType::Uint8, &[(0, 2)]));
+        assert!(e.contains("not of the 2 ranks"), "{e}");
+        let e = text(comm.all_to_all_v(Io::device(&t, &u), &[60, 60], &[1, 1], DataType::Uint8));
+        assert!(e.contains("64 bytes, 120 are needed"), "{e}");
+        let e = text(comm.all_to_all_v(Io::in_place(&t), &[1, 1], &[1, 1], DataType::Uint8));
+        assert!(e.contains("overlap by accident"), "{e}");
+        let e = text(comm.gather(Io::device(&t, &u), 1, DataType::Uint8, 2));
+        assert!(e.contains("root 2"), "{e}");
+        comm.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_group_moves_all_its_sends_and_receives() {
+    for n in 1..=4usize {
+        // More transfers than fit in the first exchange, and fewer.
+        for times in [1usize, 3] {
+            world(n, &config(), move |mut comm| {
+                let rank = comm.rank();
+                for round in 0..3u64 {
+                    for len in [0usize, 1, 33, 50_001] {
+                        // Block (q, i) goes to rank q as its i-th.
+                        let block =
+                            |from: usize, to: usize, i: usize| input(from * 100 + to, round * 7 + i as u64, len + i);
+                        let room = (n * times * (len + times)) as u64;
+                        let (a, b) = (comm.tensor(room + 1).unwrap(), comm.tensor(room + 1).unwrap());
+                        b.write(0, &vec![0xEE; room as usize + 1]).unwrap();
+                        let place = |peer: usize, i: usize| ((peer * times + i) * (len + times)) as u64;
+                        let mut group = comm.group();
+                        for i in 0..times {
+                            for peer in 0..n {
+                                a.write(place(peer, i), &block(rank, peer, i)).unwrap();
+                                let c = (len + i) as u64;
+                                group.send(&a, place(peer, i), c, DataType::Uint8, peer).unwrap();
+                                group.recv(&b, place(peer, i), c, DataType::Uint8, peer).unwrap();
+                            }
+                        }
+                        group.run().unwrap();
+                        for (peer, i) in (0..n).flat_map(|p| (0..times).map(move |i| (p, i))) {
+                            let mut got = vec![0; len + times];
+                            b.read(place(peer, i), &mut got).unwrap();
+                            assert_eq!(got[..len + i], block(peer, rank, i), "n {n} len {len} from {peer} #{i}");
+                            assert!(got[len + i..].iter().all(|b| *b == 0xEE), "bytes behind a receive were written");
+                        }
+                    }
+                }
+                // One pair only; the others bring empty groups.
+                let t = comm.tensor(8).unwrap();
+                t.write(0, &[rank as u8; 8]).unwrap();
+                let mut group = comm.group();
+                if n > 1 && rank == 0 {
+                    group.send(&t, 0, 2, DataType::Fp32, n - 1).unwrap();
+                }
+                if n > 1 && rank == n - 1 {
+                    group.recv(&t, 0, 2, DataType::Fp32, 0).unwrap();
+                }
+                group.run().unwrap();
+                let mut got = [0; 8];
+                t.read(0, &mut got).unwrap();
+                assert_eq!(got, [if rank == n - 1 { 0 } else { rank as u8 }; 8]);
+                comm.group().run().unwrap();
+                comm.barrier().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn a_group_that_does_not_match_is_refused_on_all_ranks_and_the_communicator_goes_on() {
+    let texts = world(3, &config(), |mut comm| {
+        let t = comm.tensor(64).unwrap();
+        let mut group = comm.group();
+        assert!(group.send(&t, 60, 2, DataType::Fp32, 0).unwrap_err().to_string().contains("not inside a tensor"));
+        assert!(group.send(&t, 0, 2, DataType::Fp32, 3).unwrap_err().to_string().contains("rank 3"));
+        drop(group);
+        let rank = comm.rank();
+        let mut group = comm.group();
+        if rank == 0 {
+            group.send(&t, 0, 4, DataType::Fp32, 1).unwrap();
+        }
+        if rank == 1 {
+            group.recv(&t, 0, 5, DataType::Fp32, 0).unwrap();
+        }
+        let e = group.run().unwrap_err().to_string();
+        comm.barrier().unwrap();
+        e
+    });
+    for t in &texts {
+        assert!(t.contains("send 0 of rank 0 to rank 1 is 16 bytes of fp32, the receive there is 20"), "{t}");
+    }
+}
+
+#[test]
+fn many_small_reductions_in_one() {
+    for n in [1usize, 3] {
+        world(n, &config(), move |mut comm| {
+            let rank = comm.rank();
+            let counts = [0usize, 1, 7, 1000, 3, 40_000, 2, 15_000, 0, 5];
+            let ins = |r: usize, i: usize| exact_input(r + i, DataType::Fp32, counts[i]);
+            let want =
+                |i: usize| reduced(ReduceOp::Sum, DataType::Fp32, &(0..n).map(|r| ins(r, i)).collect::<Vec<_>>());
+            let mut host: Vec<Vec<u8>> = (0..counts.len()).map(|i| ins(rank, i)).collect();
+            let tensors: Vec<Tensor> = counts.iter().map(|c| comm.tensor(*c as u64 * 4 + 3).unwrap()).collect();
+            for (i, t) in tensors.iter().enumerate() {
+                t.write(3, &ins(rank, i)).unwrap();
+            }
+            let mut items: Vec<Reduction<'_>> = host.iter_mut().map(|b| Reduction::Host(b)).collect();
+            for (tensor, count) in tensors.iter().zip(counts) {
+                items.push(Reduction::Device { tensor, offset: 3, count: count as u64 });
+            }
+            let before = comm.counters().ops;
+            comm.all_reduce_many(&mut items, DataType::Fp32, ReduceOp::Sum).unwrap();
+            assert!(comm.counters().ops - before <= 8, "{} operations for 20", comm.counters().ops - before);
+            for i in 0..counts.len() {
+                assert_eq!(host[i], want(i), "host {i}");
+                let mut got = vec![0; counts[i] * 4];
+                tensors[i].read(3, &mut got).unwrap();
+                assert_eq!(got, want(i), "device {i}");
+            }
+            let mut odd = [0u8; 7];
+            let e = comm.all_reduce_many(&mut [Reduction::Host(&mut odd)], DataType::Fp32, ReduceOp::Sum);
+            assert!(e.unwrap_err().to_string().contains("not whole fp32 elements"));
+        });
+    }
 }

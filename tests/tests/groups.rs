@@ -40,7 +40,7 @@ fn replica_groups_are_pooled_by_their_bootstrap_participants() {
         let groups = ReplicaGroups::new(&[vec![0, 1], vec![2, 3]], 4, rank).unwrap();
         let group = groups.mine();
         let sig = program(rank, &group.participants, 16);
-        let first = comm.group(&group, &sig, GroupOptions::default()).unwrap();
+        let first = comm.replica_group(&group, &sig, GroupOptions::default()).unwrap();
         let expected = if rank < 2 { 1.0 } else { 5.0 };
         assert_eq!(sum_of(&mut first.lock(), &t, rank), expected);
         // The key is the list of participants, u32 each.
@@ -49,17 +49,17 @@ fn replica_groups_are_pooled_by_their_bootstrap_participants() {
 
         // The same list again: no call of the library, the same communicator, whatever the program.
         let calls = comm.runtime().component_calls();
-        let again = comm.group(&group, &program(rank, &[], 999), GroupOptions::default()).unwrap();
+        let again = comm.replica_group(&group, &program(rank, &[], 999), GroupOptions::default()).unwrap();
         assert!(again.same(&first) && first.handles() == 2);
         // Other participants, the same bootstrap participants: the same one too.
         let layout = Group { participants: vec![0, 1, 2, 3], bootstrap_participants: group.participants.clone() };
-        assert!(comm.group(&layout, &sig, GroupOptions::default()).unwrap().same(&first));
+        assert!(comm.replica_group(&layout, &sig, GroupOptions::default()).unwrap().same(&first));
         assert_eq!(comm.runtime().component_calls(), calls);
         assert_eq!(comm.pooled(), 1);
 
         // The same ranks in another order: another communicator, with other ranks.
         let turned = Group::of(vec![usize::from(high), usize::from(low)]);
-        let second = comm.group(&turned, &sig, GroupOptions { stream: 3, graph: true }).unwrap();
+        let second = comm.replica_group(&turned, &sig, GroupOptions { stream: 3, graph: true }).unwrap();
         assert!(!second.same(&first));
         assert_eq!((first.lock().rank(), second.lock().rank()), (rank % 2, 1 - rank % 2));
         assert_eq!((first.stream(), second.stream(), second.group_id()), (0, 3, 1));
@@ -81,10 +81,10 @@ fn a_hit_builds_the_graph_that_is_now_wanted() {
     world(2, &config(), |comm| {
         let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
         let (group, sig) = (Group::of([1, 0]), program(rank, &[1, 0], 16));
-        let bare = comm.group(&group, &sig, GroupOptions { stream: 0, graph: false }).unwrap();
+        let bare = comm.replica_group(&group, &sig, GroupOptions { stream: 0, graph: false }).unwrap();
         let e = bare.lock().barrier().unwrap_err().to_string();
         assert!(e.contains("build_graph"), "{e}");
-        let built = comm.group(&group, &sig, GroupOptions::default()).unwrap();
+        let built = comm.replica_group(&group, &sig, GroupOptions::default()).unwrap();
         assert!(built.same(&bare));
         assert_eq!(sum_of(&mut bare.lock(), &t, rank), 1.0);
     });
@@ -102,7 +102,7 @@ fn programs_that_differ_are_refused_on_every_rank() {
         let counters = &comm.runtime().tenant().counters;
         let (entries, tasks) = (counters.entries(), counters.tasks());
         let size = if rank == 3 { 17 } else { 16 };
-        let e = comm.group(&group, &program(rank, &[0, 1, 2, 3], size), GroupOptions::default()).unwrap_err();
+        let e = comm.replica_group(&group, &program(rank, &[0, 1, 2, 3], size), GroupOptions::default()).unwrap_err();
         let text = e.to_string();
         assert!(
             text.starts_with("[gid: 0] failed signature validation: mismatched collectives between the peers: ")
@@ -115,7 +115,7 @@ fn programs_that_differ_are_refused_on_every_rank() {
         let messages = [4, 3, 3, 2][rank];
         assert_eq!(counters.entries() - entries, messages, "rank {rank}: no InitComm, no id");
         assert_eq!((counters.tasks(), comm.runtime().tenant().communicators()), (tasks, 1));
-        let made = comm.group(&group, &program(rank, &[0, 1, 2, 3], 16), GroupOptions::default()).unwrap();
+        let made = comm.replica_group(&group, &program(rank, &[0, 1, 2, 3], 16), GroupOptions::default()).unwrap();
         assert_eq!(sum_of(&mut made.lock(), &t, rank), 6.0);
     });
 }
@@ -129,7 +129,7 @@ fn a_sender_and_its_receiver_agree() {
         let rank = comm.rank();
         let op = [ProgramOp::Send { size: 8, channel: 1 }, ProgramOp::Recv { size: 8 }][rank];
         let sig = Program::new(rank as u32).pairs(&[(0, 1)], &[op]).replica_group(&[0, 1], &[op]).finish();
-        let made = comm.group(&Group::of([0, 1]), &sig, GroupOptions::default()).unwrap();
+        let made = comm.replica_group(&Group::of([0, 1]), &sig, GroupOptions::default()).unwrap();
         made.lock().barrier().unwrap();
     });
 }
@@ -139,7 +139,7 @@ fn wrong_groups_are_refused_before_anything_is_sent() {
     world(2, &config(), |mut comm| {
         let sig = Program::new(0).finish();
         let calls = comm.runtime().component_calls();
-        let refuse = |group: &Group, o| comm.group(group, &sig, o).unwrap_err().to_string();
+        let refuse = |group: &Group, o| comm.replica_group(group, &sig, o).unwrap_err().to_string();
         let other = Group::of([1 - comm.rank()]);
         let e = refuse(&other, GroupOptions::default());
         assert!(e.contains("replica groups does not have myself"), "{e}");
@@ -278,7 +278,7 @@ fn a_shrink_needs_neither_the_library_nor_the_bootstrap() {
         comm.peer_device_id(0).unwrap_err();
         assert!(comm.control_stopped().is_some());
         assert!(matches!(comm.split(Some(0), 0), Err(Error::Stopped { .. })));
-        let refused = comm.group(&Group::of([0, 1, 2]), &program(rank, &[], 1), GroupOptions::default());
+        let refused = comm.replica_group(&Group::of([0, 1, 2]), &program(rank, &[], 1), GroupOptions::default());
         let e = refused.unwrap_err().to_string();
         assert!(e.contains("makes no more groups since one of them failed"), "{e}");
         if rank == 0 {

@@ -7,7 +7,7 @@ use super::Builder;
 
 /// Bytes reduced and pushed out before the next piece: small enough that a piece is still in the cache when it is
 /// copied to the peers.
-const PUSH_BYTES: u64 = 64 * 1024;
+pub(super) const PUSH_BYTES: u64 = 64 * 1024;
 /// "I have read and written all I wanted of others' buffers."
 const FINISHED: u16 = 2;
 
@@ -64,7 +64,6 @@ pub(super) fn build(b: &mut Builder<'_>) {
                 if !b.call.in_place {
                     b.copy(At(Place::Out, 0), At(Place::In, 0), bytes);
                 }
-                b.push(Step::Signal(FINISHED));
                 b.wait_all(FINISHED);
             } else {
                 b.push(Step::Arrival(root as u16));
@@ -73,8 +72,25 @@ pub(super) fn build(b: &mut Builder<'_>) {
             }
             return;
         }
+        Op::ReduceScatterV => {
+            b.arrivals();
+            let super::Sizes { output, at, .. } = super::sizes(b.call, b.lists, rank, n);
+            b.reduce(At(Place::Out, 0), (0..n).map(|p| peer_in(p, at)), output / b.size, b.call.redop);
+            // Who has no part reads nothing.
+            if output > 0 {
+                b.push(Step::Signal(FINISHED));
+            }
+            let (call, lists) = (b.call, b.lists);
+            for p in b.others().filter(|p| super::sizes(call, lists, *p, n).output > 0) {
+                b.push(Step::Wait { peer: p as u16, step: FINISHED });
+            }
+            return;
+        }
         Op::SendRecv => return send_recv(b),
-        Op::Barrier => b.arrivals(),
+        // The forms that are lists of moves are built in `moves`.
+        Op::Barrier | Op::Gather | Op::Scatter | Op::Permute | Op::AllGatherV | Op::AllToAllV | Op::Group => {
+            b.arrivals();
+        }
     }
     b.push(Step::Signal(FINISHED));
     b.wait_all(FINISHED);
@@ -119,9 +135,9 @@ fn send_recv(b: &mut Builder<'_>) {
             b.push(Step::Arrival(src as u16));
             b.push(Step::SendsToMe(src as u16));
             b.copy(At(Place::Out, 0), At(Place::PeerIn(src as u16), 0), bytes);
+            b.push(Step::Signal(FINISHED));
         }
     }
-    b.push(Step::Signal(FINISHED));
     if let Some(dst) = b.call.dst.filter(|d| *d != rank) {
         b.push(Step::Wait { peer: dst as u16, step: FINISHED });
     }

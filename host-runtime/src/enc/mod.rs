@@ -11,18 +11,30 @@
 //! | mesh | every rank reads its part from all peers' device memory and puts results where they must end | 2 |
 //! | ring | pulls from the ring's previous rank, on the library's rings; needs only ring neighbours | 2(n-1) |
 //! | staged | private memory passes in pieces through the communicator's segments | 1 or 2 a piece |
+//! | halving | recursive halving and doubling: log2(n) partners | 2 log2(n) |
+//! | tree | binomial tree, in pieces that follow one another | log2(n) + pieces |
+//! | two-level | inside groups of about √n ranks, across them, inside again | 4 |
 //!
 //! Reductions take their sources in rank order (the ring: in ring order), so all ranks get the same bits.
 
+pub mod check;
 mod device;
-mod private;
-pub use private::max_private_bytes;
+mod explain;
+mod halving;
+mod moves;
 mod one_hop;
+mod private;
 mod ring;
 pub mod table;
+mod tree;
+mod two_level;
+
+pub use explain::explain;
+pub use moves::Move;
+pub use private::max_private_bytes;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
-use hw_bridge::limits::SLOT_BYTES;
+use hw_bridge::limits::{INLINE_BYTES, SLOT_BYTES};
 use hw_bridge::peers::{FLAG_IN_PLACE, FLAG_PRIVATE, Op, OpHeader};
 use hw_bridge::sequencer::{At, BadSchedule, Place, Schedule, Sealed, Step};
 
@@ -38,11 +50,25 @@ pub enum Algorithm {
     Ring = 3,
     /// Through staging halves: private memory.
     Staged = 4,
+    /// Recursive halving and doubling.
+    Halving = 5,
+    /// Binomial trees, in pieces.
+    Tree = 6,
+    /// Inside groups, across them, inside again.
+    TwoLevel = 7,
 }
 
 impl Algorithm {
-    /// All of them, in the order of their numbers.
-    pub const ALL: [Algorithm; 4] = [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged];
+    /// All of them.
+    pub const ALL: [Algorithm; 7] = [
+        Algorithm::OneHop,
+        Algorithm::Mesh,
+        Algorithm::Ring,
+        Algorithm::Staged,
+        Algorithm::Halving,
+        Algorithm::Tree,
+        Algorithm::TwoLevel,
+    ];
 
     /// The name on the command line and in tables.
     pub fn name(self) -> &'static str {
@@ -51,6 +77,9 @@ impl Algorithm {
             Algorithm::Mesh => "mesh",
             Algorithm::Ring => "ring",
             Algorithm::Staged => "staged",
+            Algorithm::Halving => "halving",
+            Algorithm::Tree => "tree",
+            Algorithm::TwoLevel => "two-level",
         }
     }
 }
@@ -58,12 +87,57 @@ impl Algorithm {
 impl std::str::FromStr for Algorithm {
     type Err = String;
     fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "one-hop" => Ok(Algorithm::OneHop),
-            "mesh" => Ok(Algorithm::Mesh),
-            "ring" => Ok(Algorithm::Ring),
-            "staged" => Ok(Algorithm::Staged),
-            _ => Err(format!("unknown algorithm `{s}`; known are one-hop, mesh, ring, staged")),
+        Algorithm::ALL.into_iter().find(|a| a.name() == s).ok_or_else(|| {
+            let known: Vec<&str> = Algorithm::ALL.iter().map(|a| a.name()).collect();
+            format!("unknown algorithm `{s}`; known are {}", known.join(", "))
+        })
+    }
+}
+
+/// What belongs to a call and is too long for it; all ranks must pass the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lists<'a> {
+    /// Nothing.
+    None,
+    /// Elements of each rank's block: its input in all_gather_v, its output in reduce_scatter_v.
+    Counts(&'a [u64]),
+    /// all_to_all_v: n rows of n; row p has the elements that rank p sends to each rank.
+    Matrix(&'a [u64]),
+    /// permute: who sends to whom.
+    Pairs(&'a [(usize, usize)]),
+    /// group: the moves, by offsets in the ranks' whole device memory.
+    Moves(&'a [Move]),
+}
+
+impl Lists<'_> {
+    /// Appends the numbers as bytes, eight each.
+    pub fn bytes(&self, out: &mut Vec<u8>) {
+        let mut push = |x: u64| out.extend_from_slice(&x.to_le_bytes());
+        match self {
+            Lists::None => {}
+            Lists::Counts(x) | Lists::Matrix(x) => x.iter().copied().for_each(push),
+            Lists::Pairs(x) => x.iter().flat_map(|(a, b)| [*a as u64, *b as u64]).for_each(push),
+            Lists::Moves(x) => {
+                for m in *x {
+                    [m.src as u64, m.src_at, m.dst as u64, m.dst_at, m.bytes].into_iter().for_each(&mut push);
+                }
+            }
+        }
+    }
+
+    /// FNV-1a over the numbers, never 0; 0 for no list.
+    pub fn digest(&self) -> u64 {
+        let fold =
+            |d: u64, x: u64| x.to_le_bytes().iter().fold(d, |d, b| (d ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3));
+        let seed = 0xcbf2_9ce4_8422_2325;
+        let all = |words: &mut dyn Iterator<Item = u64>| words.fold(seed, fold).max(1);
+        match self {
+            Lists::None => 0,
+            Lists::Counts(x) | Lists::Matrix(x) => all(&mut x.iter().copied()),
+            Lists::Pairs(x) => all(&mut x.iter().flat_map(|(a, b)| [*a as u64, *b as u64])),
+            Lists::Moves(x) => {
+                all(&mut x.iter().flat_map(|m| [m.src as u64, m.src_at, m.dst as u64, m.dst_at, m.bytes]))
+            }
         }
     }
 }
@@ -78,9 +152,10 @@ pub struct Call {
     /// Reduction; ignored by collectives that only move.
     pub redop: ReduceOp,
     /// Elements: of the whole vector (all_reduce, broadcast, reduce, send_recv), of one rank's input (all_gather), of
-    /// one rank's output (reduce_scatter), of one block (all_to_all).
+    /// one rank's output (reduce_scatter), of one block (all_to_all, gather, scatter, permute), of all blocks of the call
+    /// (the forms with lists).
     pub count: u64,
-    /// Root of broadcast and reduce.
+    /// Root of broadcast, reduce, gather and scatter.
     pub root: usize,
     /// Whom send_recv sends to.
     pub dst: Option<usize>,
@@ -99,14 +174,24 @@ impl Call {
     }
 
     fn reduces(&self) -> bool {
-        matches!(self.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce)
+        matches!(self.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV)
     }
 
-    /// Bytes a rank's arrival record would have to carry for one-hop.
-    fn slot_bytes(&self, n: usize) -> Option<u64> {
+    fn has_root(&self) -> bool {
+        matches!(self.op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
+    }
+
+    /// Bytes a rank's arrival record would have to carry for one-hop; `None` if that is not how it goes.
+    fn slot_bytes_with(&self, lists: Lists<'_>, n: usize) -> Option<u64> {
         let b = self.bytes()?;
-        match self.op {
-            Op::ReduceScatter | Op::AllToAll => b.checked_mul(n as u64),
+        let size = self.dtype.size() as u64;
+        let most = |all: &mut dyn Iterator<Item = u64>| all.max().unwrap_or(0).checked_mul(size);
+        match (self.op, lists) {
+            (Op::ReduceScatter | Op::AllToAll | Op::Scatter, _) => b.checked_mul(n as u64),
+            (Op::AllGatherV, Lists::Counts(counts)) => most(&mut counts.iter().copied()),
+            (Op::AllToAllV, Lists::Matrix(matrix)) => most(&mut matrix.chunks(n).map(|row| row.iter().sum())),
+            // The inputs are all of the device memory.
+            (Op::Group, _) => (b == 0).then_some(0),
             _ => Some(b),
         }
     }
@@ -116,7 +201,7 @@ impl Call {
 /// second meeting of the mesh costs is soon less than what slots cost, in each of which data comes over from another core's
 /// cache. Only a function of what all ranks know.
 fn one_hop_limit(call: &Call, n: usize) -> u64 {
-    let one_way = matches!(call.op, Op::Broadcast | Op::Reduce | Op::SendRecv);
+    let one_way = matches!(call.op, Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Gather | Op::Scatter | Op::Permute);
     match (call.private, one_way, n) {
         // The alternative copies twice as well.
         (true, _, _) => SLOT_BYTES as u64,
@@ -128,20 +213,105 @@ fn one_hop_limit(call: &Call, n: usize) -> u64 {
     }
 }
 
+/// Bytes of one rank's buffers in one call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Of its input.
+    pub input: u64,
+    /// Of its output.
+    pub output: u64,
+    /// In the in-place form: where the smaller one begins in the larger one.
+    pub at: u64,
+}
+
+/// Sizes of the buffers of `rank` of `n`. Sizes that overflow become 2^64 - 1, which no buffer has.
+pub fn sizes(call: &Call, lists: Lists<'_>, rank: usize, n: usize) -> Sizes {
+    let size = call.dtype.size() as u64;
+    let block = call.bytes().unwrap_or(u64::MAX);
+    let all = block.saturating_mul(n as u64);
+    let only = |yes: bool, bytes: u64| if yes { bytes } else { 0 };
+    let root = rank == call.root;
+    let (input, output, at) = match (call.op, lists) {
+        (Op::AllReduce, _) => (block, block, 0),
+        (Op::AllGather, _) => (block, all, (rank as u64).saturating_mul(block)),
+        (Op::ReduceScatter, _) => (all, block, (rank as u64).saturating_mul(block)),
+        (Op::AllToAll, _) => (all, all, 0),
+        (Op::Broadcast, _) => (only(root, block), block, 0),
+        (Op::Reduce, _) => (block, only(root, block), 0),
+        (Op::SendRecv, _) => (only(call.dst.is_some(), block), only(call.src.is_some(), block), 0),
+        (Op::Gather, _) => (block, only(root, all), (rank as u64).saturating_mul(block)),
+        (Op::Scatter, _) => (only(root, all), block, (rank as u64).saturating_mul(block)),
+        (Op::AllGatherV | Op::ReduceScatterV, Lists::Counts(counts)) => {
+            let bytes = |counts: &[u64]| counts.iter().fold(0u64, |sum, c| sum.saturating_add(*c)).saturating_mul(size);
+            let (mine, all, at) = (bytes(&counts[rank..=rank]), bytes(counts), bytes(&counts[..rank]));
+            if call.op == Op::AllGatherV { (mine, all, at) } else { (all, mine, at) }
+        }
+        (Op::AllToAllV, Lists::Matrix(m)) => {
+            let sum =
+                |of: &mut dyn Iterator<Item = &u64>| of.fold(0u64, |s, c| s.saturating_add(*c)).saturating_mul(size);
+            (sum(&mut m[rank * n..(rank + 1) * n].iter()), sum(&mut m.iter().skip(rank).step_by(n)), 0)
+        }
+        (Op::Permute, Lists::Pairs(pairs)) => {
+            let (sends, gets) = (pairs.iter().any(|p| p.0 == rank), pairs.iter().any(|p| p.1 == rank));
+            (only(sends, block), only(gets, block), 0)
+        }
+        (Op::Group, Lists::Moves(moves)) => {
+            let end = |of: &mut dyn Iterator<Item = u64>| of.max().unwrap_or(0);
+            (
+                end(&mut moves.iter().filter(|m| m.src == rank).map(|m| m.src_at.saturating_add(m.bytes))),
+                end(&mut moves.iter().filter(|m| m.dst == rank).map(|m| m.dst_at.saturating_add(m.bytes))),
+                0,
+            )
+        }
+        _ => (0, 0, 0),
+    };
+    Sizes { input, output, at }
+}
+
+/// Whether there is a schedule for this call by this algorithm; what needs more than the call to tell (the lists) is looked
+/// at by [`choose_with`].
+pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
+    let device = !call.private;
+    let moves_nothing = call.op == Op::Barrier || call.count == 0;
+    match algorithm {
+        Algorithm::OneHop => {
+            moves_nothing || call.slot_bytes_with(Lists::None, n).is_some_and(|b| b <= SLOT_BYTES as u64)
+        }
+        _ if moves_nothing => false,
+        Algorithm::Mesh => device,
+        Algorithm::Ring => device && ring::serves(call.op),
+        Algorithm::Staged => call.private,
+        // Partial sums of these lie where inputs lie elsewhere: they would be scaled again.
+        _ if call.reduces() && call.redop == ReduceOp::PreMulSum => false,
+        Algorithm::Halving => device && halving::serves(call.op),
+        Algorithm::Tree => device && tree::serves(call),
+        Algorithm::TwoLevel => device && two_level::serves(call.op, n),
+    }
+}
+
 /// Which algorithm, if the user forces none. `one_hop_max` is the largest contribution of a rank, in bytes, that goes in one
-/// hop, if the user sets one.
+/// hop, if the user sets one. A forced algorithm is taken where it serves.
 pub fn choose(call: &Call, n: usize, forced: Option<Algorithm>, one_hop_max: Option<u64>) -> Algorithm {
-    let most = one_hop_max.unwrap_or_else(|| one_hop_limit(call, n)).min(SLOT_BYTES as u64);
-    let small = call.slot_bytes(n).is_some_and(|b| b <= most);
+    choose_with(call, Lists::None, n, forced, one_hop_max)
+}
+
+/// As [`choose`], for a call with lists.
+pub fn choose_with(
+    call: &Call,
+    lists: Lists<'_>,
+    n: usize,
+    forced: Option<Algorithm>,
+    one_hop_max: Option<u64>,
+) -> Algorithm {
     if call.op == Op::Barrier || call.count == 0 {
         return Algorithm::OneHop;
     }
+    let slot = call.slot_bytes_with(lists, n);
+    let fits = |most: u64| slot.is_some_and(|b| b <= most.min(SLOT_BYTES as u64));
     match forced {
-        Some(Algorithm::OneHop) if call.slot_bytes(n).is_some_and(|b| b <= SLOT_BYTES as u64) => Algorithm::OneHop,
-        Some(Algorithm::Ring) if ring::serves(call.op) && !call.private => Algorithm::Ring,
-        Some(Algorithm::Mesh) if !call.private => Algorithm::Mesh,
-        Some(Algorithm::Staged) if call.private => Algorithm::Staged,
-        _ if small => Algorithm::OneHop,
+        Some(Algorithm::OneHop) if fits(u64::MAX) => Algorithm::OneHop,
+        Some(a) if a != Algorithm::OneHop && serves(a, call, n) => a,
+        _ if fits(one_hop_max.unwrap_or_else(|| one_hop_limit(call, n))) => Algorithm::OneHop,
         _ if call.private => Algorithm::Staged,
         _ => Algorithm::Mesh,
     }
@@ -161,6 +331,9 @@ pub fn rings_used(algorithm: Algorithm, rings: &[Vec<usize>]) -> usize {
 }
 
 /// Compiles `call` for `rank` of `n`. `rings` are the library's rings, each every rank once, in ring order.
+///
+/// # Errors
+/// [`BadSchedule`]: an error of ours.
 pub fn compile(
     call: &Call,
     rank: usize,
@@ -168,8 +341,25 @@ pub fn compile(
     algorithm: Algorithm,
     rings: &[Vec<usize>],
 ) -> Result<Sealed, BadSchedule> {
-    let mut b = Builder::new(call, rank, n, algorithm);
-    if n == 1 {
+    compile_with(call, Lists::None, rank, n, algorithm, rings)
+}
+
+/// As [`compile`], for a call with lists. Lists must have been checked: right lengths, ranks below `n`, no overflow.
+///
+/// # Errors
+/// [`BadSchedule`]: an error of ours.
+pub fn compile_with(
+    call: &Call,
+    lists: Lists<'_>,
+    rank: usize,
+    n: usize,
+    algorithm: Algorithm,
+    rings: &[Vec<usize>],
+) -> Result<Sealed, BadSchedule> {
+    let mut b = Builder::new(call, lists, rank, n, algorithm);
+    if moves::is_listed(call.op) {
+        moves::build(&mut b, algorithm);
+    } else if n == 1 {
         b.alone();
     } else {
         match algorithm {
@@ -177,14 +367,59 @@ pub fn compile(
             Algorithm::Mesh => device::build(&mut b),
             Algorithm::Ring => ring::build(&mut b, rings),
             Algorithm::Staged => private::build(&mut b),
+            Algorithm::Halving => halving::build(&mut b),
+            Algorithm::Tree => tree::build(&mut b),
+            Algorithm::TwoLevel => two_level::build(&mut b),
         }
     }
     b.schedule.seal(rank, n)
 }
 
+/// Compiles the exchange that comes before a call whose lists no rank has whole: each rank's input is `words` 64-bit
+/// numbers, each gets all. Its header names `op` and `dtype`, so that a rank in another call is told what this one does.
+///
+/// # Errors
+/// [`BadSchedule`] if the words do not fit beside an arrival record.
+pub fn compile_exchange(op: Op, dtype: DataType, words: u64, rank: usize, n: usize) -> Result<Sealed, BadSchedule> {
+    let of_bytes = Call {
+        op: Op::AllGather,
+        dtype: DataType::Uint64,
+        redop: ReduceOp::Sum,
+        count: words,
+        root: 0,
+        dst: None,
+        src: None,
+        private: true,
+        in_place: false,
+    };
+    let mut b = Builder::new(&of_bytes, Lists::None, rank, n, Algorithm::OneHop);
+    if n == 1 {
+        b.alone();
+    } else {
+        one_hop::build(&mut b);
+        // The mark of the exchange is in the words of the record, behind which the payload then lies.
+        b.schedule.slot_len = b.schedule.slot_len.max(INLINE_BYTES as u64 + 1);
+    }
+    b.schedule.table = EXCHANGE;
+    b.schedule.header = OpHeader { op, dtype, ..b.schedule.header };
+    b.schedule.seal(rank, n)
+}
+
+/// What an exchange has for a table: no list has this digest but by accident.
+const EXCHANGE: u64 = 0x6567_6e61_6863_7845;
+
+/// The largest block of a call in private memory with lists: whether its pieces can be numbered.
+pub fn fits_private(call: &Call, lists: Lists<'_>, n: usize) -> bool {
+    if call.op == Op::ReduceScatterV {
+        return private::fits_reduce_scatter_v(call, lists);
+    }
+    moves::fits_private(call, lists, n)
+}
+
 /// A schedule in the making. `size` is the element size; lengths are bytes.
 struct Builder<'a> {
     call: &'a Call,
+    lists: Lists<'a>,
     rank: usize,
     n: usize,
     size: u64,
@@ -193,33 +428,28 @@ struct Builder<'a> {
 }
 
 impl<'a> Builder<'a> {
-    fn new(call: &'a Call, rank: usize, n: usize, algorithm: Algorithm) -> Self {
+    fn new(call: &'a Call, lists: Lists<'a>, rank: usize, n: usize, algorithm: Algorithm) -> Self {
         // An overflow makes buffers of 2^64 bytes, which no caller has: the run is refused by size.
         let bytes = call.bytes().unwrap_or(u64::MAX);
-        let all = bytes.saturating_mul(n as u64);
-        let root = rank == call.root;
-        let (in_bytes, out_bytes) = match call.op {
-            Op::AllReduce => (bytes, bytes),
-            Op::AllGather => (bytes, all),
-            Op::ReduceScatter => (all, bytes),
-            Op::AllToAll => (all, all),
-            Op::Broadcast => (if root { bytes } else { 0 }, bytes),
-            Op::Reduce => (bytes, if root { bytes } else { 0 }),
-            Op::SendRecv => (if call.dst.is_some() { bytes } else { 0 }, if call.src.is_some() { bytes } else { 0 }),
-            Op::Barrier => (0, 0),
+        let Sizes { input: in_bytes, output: out_bytes, at } = sizes(call, lists, rank, n);
+        let most = |of: fn(Sizes) -> u64| (0..n).map(|r| of(sizes(call, lists, r, n))).max().unwrap_or(0);
+        let (peer_in_bytes, peer_out_bytes) = match call.op {
+            Op::Broadcast | Op::SendRecv => (bytes, if call.op == Op::Broadcast { bytes } else { 0 }),
+            Op::Reduce => (bytes, bytes),
+            op if moves::is_listed(op) || op == Op::ReduceScatterV => (most(|s| s.input), 0),
+            _ => (in_bytes, out_bytes),
         };
-        let peer_in_bytes = if matches!(call.op, Op::Broadcast | Op::SendRecv) { bytes } else { in_bytes };
-        let peer_out_bytes = match call.op {
-            Op::Reduce => bytes,
-            Op::SendRecv => 0,
-            _ => out_bytes,
+        let in_place = match call.op {
+            _ if !call.in_place => None,
+            Op::ReduceScatter | Op::ReduceScatterV | Op::Scatter => Some(-(at as i64)),
+            _ => Some(at as i64),
         };
         let in_place_matters = call.op == Op::AllToAll && call.in_place && algorithm == Algorithm::Mesh;
         let header = OpHeader {
             op: call.op,
             dtype: call.dtype,
             redop: call.reduces().then_some(call.redop),
-            root: if matches!(call.op, Op::Broadcast | Op::Reduce) { call.root as u16 } else { 0 },
+            root: if call.has_root() { call.root as u16 } else { 0 },
             algorithm: algorithm as u8,
             flags: if call.private { FLAG_PRIVATE } else { 0 } | if in_place_matters { FLAG_IN_PLACE } else { 0 },
             count: call.count,
@@ -232,12 +462,13 @@ impl<'a> Builder<'a> {
             out_bytes,
             peer_in_bytes,
             peer_out_bytes,
+            in_place,
             staged: false,
-            table: 0,
+            table: lists.digest(),
             steps: Vec::new(),
             sources: Vec::new(),
         };
-        Builder { call, rank, n, size: call.dtype.size() as u64, bytes, schedule }
+        Builder { call, lists, rank, n, size: call.dtype.size() as u64, bytes, schedule }
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -301,5 +532,7 @@ impl<'a> Builder<'a> {
     }
 }
 
+#[cfg(test)]
+mod proofs;
 #[cfg(test)]
 mod tests;

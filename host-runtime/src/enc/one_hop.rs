@@ -20,11 +20,14 @@ pub(super) fn build(b: &mut Builder<'_>) {
         Op::Barrier => false,
         _ => true,
     };
-    let contribution = if b.call.op == Op::Barrier { 0 } else { b.call.slot_bytes(n).unwrap_or(u64::MAX) };
+    let contribution =
+        if b.call.op == Op::Barrier { 0 } else { b.call.slot_bytes_with(b.lists, n).unwrap_or(u64::MAX) };
     b.schedule.payload = if contributes { contribution } else { 0 };
     // The scale of a pre-scaled sum lies where a tiny payload would.
     let least = if b.call.redop == ReduceOp::PreMulSum && contribution > 0 { INLINE_BYTES as u64 + 1 } else { 0 };
     b.schedule.slot_len = contribution.max(least);
+    let in_place = b.call.in_place;
+    let own_is_there = move |r: usize| in_place && r == rank;
     let all = |at: u64| (0..n).map(move |r| At(Place::Slot(r as u16), at));
     match b.call.op {
         Op::Barrier => b.arrivals(),
@@ -36,15 +39,24 @@ pub(super) fn build(b: &mut Builder<'_>) {
             b.arrivals();
             b.reduce(At(Place::Out, 0), all(rank as u64 * bytes), b.call.count, b.call.redop);
         }
+        Op::ReduceScatterV => {
+            // A record with a digest in its words has its payload behind them, however small that is.
+            if b.schedule.slot_len > 0 {
+                b.schedule.slot_len = b.schedule.slot_len.max(INLINE_BYTES as u64 + 1);
+            }
+            b.arrivals();
+            let super::Sizes { output, at, .. } = super::sizes(b.call, b.lists, rank, n);
+            b.reduce(At(Place::Out, 0), all(at), output / b.size, b.call.redop);
+        }
         Op::AllGather => {
             b.arrivals();
-            for r in 0..n {
+            for r in (0..n).filter(|r| !own_is_there(*r)) {
                 b.copy(At(Place::Out, r as u64 * bytes), slot(r, 0), bytes);
             }
         }
         Op::AllToAll => {
             b.arrivals();
-            for r in 0..n {
+            for r in (0..n).filter(|r| !own_is_there(*r)) {
                 b.copy(At(Place::Out, r as u64 * bytes), slot(r, rank as u64 * bytes), bytes);
             }
         }
@@ -63,7 +75,8 @@ pub(super) fn build(b: &mut Builder<'_>) {
             let sources = (0..n).map(|r| if r == rank { At(Place::In, 0) } else { slot(r, 0) });
             b.reduce(At(Place::Out, 0), sources, b.call.count, b.call.redop);
         }
-        Op::Reduce => {}
+        // The forms that are lists of moves are built in `moves`.
+        Op::Reduce | Op::Gather | Op::Scatter | Op::Permute | Op::AllGatherV | Op::AllToAllV | Op::Group => {}
         Op::SendRecv => {
             if let Some(src) = b.call.src {
                 if src != rank {

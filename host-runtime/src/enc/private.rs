@@ -8,7 +8,8 @@ use hw_bridge::limits::{MAX_STEPS, STAGE_BYTES};
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{At, Place, Step};
 
-use super::Builder;
+use super::moves::{Lane, lanes};
+use super::{Builder, Call, Lists};
 
 const STAGE: u64 = STAGE_BYTES as u64;
 /// A piece where more than two ranks reduce parts of it: half as much keeps what all of them touch closer.
@@ -21,7 +22,7 @@ pub fn max_private_bytes(op: Op, n: usize) -> u64 {
     let pieces = (MAX_STEPS - FIRST) / 2 - 1;
     match op {
         // A lane of whole elements is at least this long whatever their size.
-        Op::ReduceScatter | Op::AllToAll => pieces * (STAGE / n as u64 / 8 * 8),
+        Op::ReduceScatter | Op::AllToAll | Op::Scatter => pieces * (STAGE / n as u64 / 8 * 8),
         // An all_reduce makes two steps a piece.
         _ => pieces * (MANY - 8),
     }
@@ -37,7 +38,11 @@ pub(super) fn build(b: &mut Builder<'_>) {
         Op::Broadcast => broadcast(b),
         Op::Reduce => reduce(b),
         Op::SendRecv => send_recv(b),
-        Op::Barrier => b.arrivals(),
+        Op::ReduceScatterV => reduce_scatter_v(b),
+        // The forms that are lists of moves are built in `moves`.
+        Op::Barrier | Op::Gather | Op::Scatter | Op::Permute | Op::AllGatherV | Op::AllToAllV | Op::Group => {
+            b.arrivals();
+        }
     }
 }
 
@@ -171,6 +176,46 @@ fn scattering(b: &mut Builder<'_>) {
         last = FIRST + k + 1;
     }
     last_reads(b, last);
+}
+
+/// Lanes of the parts of reduce_scatter_v in a half: whole elements, wide in proportion.
+fn parts(call: &Call, lists: Lists<'_>) -> Vec<Lane> {
+    let Lists::Counts(counts) = lists else { return Vec::new() };
+    let size = call.dtype.size() as u64;
+    let mut at = 0;
+    let mut stretches = Vec::with_capacity(counts.len());
+    for count in counts {
+        stretches.push((at, count * size));
+        at += count * size;
+    }
+    lanes(&stretches, size)
+}
+
+fn rounds(lanes: &[Lane]) -> u64 {
+    lanes.iter().map(|l| l.bytes.div_ceil(l.piece.max(1))).max().unwrap_or(0)
+}
+
+/// Whether the pieces of reduce_scatter_v can be numbered.
+pub(super) fn fits_reduce_scatter_v(call: &Call, lists: Lists<'_>) -> bool {
+    rounds(&parts(call, lists)) < MAX_STEPS - FIRST - 1
+}
+
+/// As `scattering`, with lanes as wide as the parts are long.
+fn reduce_scatter_v(b: &mut Builder<'_>) {
+    let (rank, n, size) = (b.rank, b.n, b.size);
+    let lanes = parts(b.call, b.lists);
+    let rounds = rounds(&lanes);
+    for k in 0..rounds {
+        for l in &lanes {
+            let (off, len) = l.piece_of(k);
+            b.copy(stage(rank, k, l.lane), At(Place::In, l.at + off), len);
+        }
+        meet(b, k, FIRST + k);
+        let mine = lanes[rank];
+        let (off, len) = mine.piece_of(k);
+        b.reduce(At(Place::Out, off), (0..n).map(|p| stage(p, k, mine.lane)), len / size, b.call.redop);
+    }
+    last_reads(b, FIRST + rounds);
 }
 
 /// The root stages; a half is filled again when all have read it.

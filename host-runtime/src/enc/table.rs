@@ -32,7 +32,7 @@ use std::str::FromStr;
 use hw_bridge::limits::SLOT_BYTES;
 use hw_bridge::peers::Op;
 
-use super::{Algorithm, Call, choose};
+use super::{Algorithm, Call, Lists, choose, serves};
 use crate::limits::{MAX_TABLE_BYTES, MAX_TABLE_ROWS};
 
 /// The word that begins a table.
@@ -425,7 +425,7 @@ impl Call {
     /// Bytes of a rank's contribution, which the choice by size goes by: its whole input, or the vector where only some
     /// ranks have one. `None` beyond 2^64.
     pub fn contribution(&self, n: usize) -> Option<u64> {
-        self.slot_bytes(n)
+        self.slot_bytes_with(Lists::None, n)
     }
 }
 
@@ -501,11 +501,6 @@ impl Policy<'_> {
 pub fn candidates(call: &Call, n: usize) -> impl Iterator<Item = Algorithm> + use<> {
     let call = *call;
     Algorithm::ALL.into_iter().filter(move |a| serves(*a, &call, n))
-}
-
-/// Whether a forced algorithm is taken. With a threshold of 0, one hop is never what the rule falls back to.
-fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
-    choose(call, n, Some(algorithm), Some(0)) == algorithm
 }
 
 #[cfg(test)]

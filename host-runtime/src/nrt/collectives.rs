@@ -8,16 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
+use hw_bridge::limits::MAX_LOCAL_RANKS;
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 
 use super::communicator::{Communicator, bad};
 use super::plane::Plane;
-use super::tensor::{Io, Shape, resolve};
+use super::tensor::{Io, Shape, Tensor, resolve};
 use crate::enc::table::Policy;
-use crate::enc::{self, Algorithm, Call};
+use crate::enc::{self, Algorithm, Call, Lists};
 use crate::error::Error;
-use crate::limits::MAX_SCHEDULES;
+use crate::limits::{MAX_LISTED, MAX_LISTED_BYTES, MAX_SCHEDULES, PACK_BYTES};
 
 /// Whom send_recv sends to and receives from; `None` for nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,10 +29,77 @@ pub struct Peers {
     pub src: Option<usize>,
 }
 
+/// One of the reductions of [`Communicator::all_reduce_many`]: what it holds is the input, and becomes the result.
+#[derive(Debug)]
+pub enum Reduction<'a> {
+    /// A stretch of device memory.
+    Device {
+        /// The tensor.
+        tensor: &'a Tensor,
+        /// First byte.
+        offset: u64,
+        /// Elements.
+        count: u64,
+    },
+    /// Private memory, all of it; whole elements.
+    Host(&'a mut [u8]),
+}
+
 #[derive(Debug, Default)]
 struct Schedules {
     last: Option<(Call, Algorithm, Arc<Sealed>)>,
     all: HashMap<(Call, Algorithm), Arc<Sealed>>,
+    listed: Listed,
+    exchanges: HashMap<(Op, DataType, u64), Arc<Sealed>>,
+    /// Kept between calls, so that a repeated call allocates nothing: words of this rank, words of all.
+    scratch: (Vec<u8>, Vec<u8>),
+}
+
+impl Schedules {
+    fn find_listed(&self, key: &Call, lists: &[u8]) -> Option<Arc<Sealed>> {
+        self.listed.find(key, lists)
+    }
+
+    fn keep_listed(&mut self, key: Call, lists: &[u8], s: Arc<Sealed>) {
+        self.listed.keep(key, lists, s);
+    }
+}
+
+/// Schedules of calls with lists, found by the bytes of the lists.
+#[derive(Debug, Default)]
+struct Listed {
+    by_digest: HashMap<u64, (Call, Box<[u8]>, Arc<Sealed>)>,
+    bytes: usize,
+}
+
+impl Listed {
+    fn find(&self, call: &Call, lists: &[u8]) -> Option<Arc<Sealed>> {
+        let (c, bytes, s) = self.by_digest.get(&digest(call, lists))?;
+        (c == call && **bytes == *lists).then(|| s.clone())
+    }
+
+    fn keep(&mut self, call: Call, lists: &[u8], s: Arc<Sealed>) {
+        if self.by_digest.len() >= MAX_LISTED || self.bytes + lists.len() > MAX_LISTED_BYTES {
+            *self = Listed::default();
+        }
+        self.bytes += lists.len();
+        if let Some((_, old, _)) = self.by_digest.insert(digest(&call, lists), (call, lists.into(), s)) {
+            self.bytes -= old.len();
+        }
+    }
+}
+
+fn digest(call: &Call, lists: &[u8]) -> u64 {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut h = DefaultHasher::new();
+    (call, lists).hash(&mut h);
+    h.finish()
+}
+
+/// The sum of some counts; `None` if it, in bytes, is more than memory can be.
+fn total(counts: &[u64], dtype: DataType) -> Option<u64> {
+    let sum = counts.iter().try_fold(0u64, |sum, c| sum.checked_add(*c))?;
+    sum.checked_mul(dtype.size() as u64).filter(|bytes| *bytes <= i64::MAX as u64).map(|_| sum)
 }
 
 /// What executes the calls of one lane.
@@ -42,6 +110,8 @@ pub(super) struct Engine {
     rings: Arc<Vec<Vec<usize>>>,
     /// Used wherever it serves; the configuration's until the user sets another.
     forced: Option<Algorithm>,
+    /// Deadline of an operation.
+    pub(super) timeout: Duration,
     schedules: Schedules,
 }
 
@@ -56,7 +126,7 @@ impl Communicator {
     /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
     /// broken), [`Error::Stopped`] if connections must be made and the control plane is gone. All collectives alike.
     pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
+        self.engine.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
     }
 
     /// Every rank gets all inputs, in rank order. `count` elements of each rank.
@@ -64,7 +134,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn all_gather(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
-        self.collective(io, None, call(Op::AllGather, dtype, count))
+        self.engine.collective(io, None, call(Op::AllGather, dtype, count))
     }
 
     /// Rank r gets block r of the reduction. `count` elements of output; the input has that times the ranks.
@@ -72,7 +142,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn reduce_scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.collective(io, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
+        self.engine.collective(io, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
     }
 
     /// Every rank gets the root's input. `count` elements.
@@ -80,7 +150,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn broadcast(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
-        self.collective(io, None, Call { root, ..call(Op::Broadcast, dtype, count) })
+        self.engine.collective(io, None, Call { root, ..call(Op::Broadcast, dtype, count) })
     }
 
     /// The root gets the reduction of all inputs. `count` elements.
@@ -88,7 +158,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp, root: usize) -> Result<(), Error> {
-        self.collective(io, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
+        self.engine.collective(io, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
     }
 
     /// Rank r gets block r of every rank, in rank order. `count` elements a block.
@@ -96,7 +166,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn all_to_all(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
-        self.collective(io, None, call(Op::AllToAll, dtype, count))
+        self.engine.collective(io, None, call(Op::AllToAll, dtype, count))
     }
 
     /// Sends the input to one rank and receives the output from one. All ranks call it, whether or not they send or
@@ -105,7 +175,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn send_recv(&mut self, io: Io<'_>, count: u64, dtype: DataType, peers: Peers) -> Result<(), Error> {
-        self.collective(io, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
+        self.engine.collective(io, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
     }
 
     /// Nobody leaves before all have come.
@@ -113,29 +183,193 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn barrier(&mut self) -> Result<(), Error> {
-        self.collective(Io::Host { src: &[], dst: &mut [] }, None, call(Op::Barrier, DataType::Uint8, 0))
+        self.engine.collective(Io::Host { src: &[], dst: &mut [] }, None, call(Op::Barrier, DataType::Uint8, 0))
+    }
+
+    /// The root gets all inputs, in rank order. `count` elements of each rank; in place on the root, its input is its block
+    /// of the output.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn gather(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
+        self.engine.collective(io, None, Call { root, ..call(Op::Gather, dtype, count) })
+    }
+
+    /// Rank r gets block r of the root's input. `count` elements a block; in place on the root, its output is its block of
+    /// the input.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`].
+    pub fn scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
+        self.engine.collective(io, None, Call { root, ..call(Op::Scatter, dtype, count) })
+    }
+
+    /// Every rank gets all inputs, in rank order. `counts[r]` elements of rank r (0 is fine); the same list on all ranks.
+    ///
+    /// The first call with a list compiles its schedule; some dozens are kept, found by the list, whose comparison is what a
+    /// repeated call pays. The same for the other forms with lists.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; another list on another rank is a mismatch.
+    pub fn all_gather_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType) -> Result<(), Error> {
+        let count = self.engine.check_counts(Op::AllGatherV, counts, dtype)?;
+        self.engine.listed(io, call(Op::AllGatherV, dtype, count), Lists::Counts(counts))
+    }
+
+    /// Rank r gets part r of the reduction. `counts[r]` elements of output on rank r (0 is fine); the input has all parts in
+    /// rank order; the same list on all ranks.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather_v`].
+    pub fn reduce_scatter_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
+        let count = self.engine.check_counts(Op::ReduceScatterV, counts, dtype)?;
+        self.engine.listed(io, Call { redop: op, ..call(Op::ReduceScatterV, dtype, count) }, Lists::Counts(counts))
+    }
+
+    /// Sends `send[r]` elements to rank r and receives `recv[r]` elements from it; blocks lie in rank order without gaps, and
+    /// may be empty. Not in place.
+    ///
+    /// Ranks know only their own counts, so the call begins with a small exchange of all counts (16 bytes a rank and peer,
+    /// one hop, one operation of its own in the counters), after which a schedule is looked up by them.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]. Counts that do not fit are an [`Error::Usage`] on all ranks that names both sides;
+    /// nothing has moved, and the communicator goes on.
+    pub fn all_to_all_v(&mut self, io: Io<'_>, send: &[u64], recv: &[u64], dtype: DataType) -> Result<(), Error> {
+        self.engine.all_to_all_v(io, send, recv, dtype)
+    }
+
+    /// Sends the input from rank a to rank b for every pair (a, b), the same pairs on all ranks; a rank sends once at most and
+    /// receives once at most. `count` elements a pair. Not in place. Ranks in no pair pass without waiting.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_gather_v`].
+    pub fn permute(&mut self, io: Io<'_>, count: u64, dtype: DataType, pairs: &[(usize, usize)]) -> Result<(), Error> {
+        let n = self.nranks();
+        let (mut sends, mut gets) = ([false; MAX_LOCAL_RANKS], [false; MAX_LOCAL_RANKS]);
+        for (a, b) in pairs {
+            if *a >= n || *b >= n {
+                return Err(bad(format!("permute: pair ({a}, {b}) is not of the {n} ranks")));
+            }
+            let twice = std::mem::replace(&mut sends[*a], true) || std::mem::replace(&mut gets[*b], true);
+            if twice {
+                return Err(bad(format!("permute: pair ({a}, {b}) sends from or to a rank a second time")));
+            }
+        }
+        self.engine.listed(io, call(Op::Permute, dtype, count), Lists::Pairs(pairs))
+    }
+
+    /// Reduces many small buffers in place as if one after the other, packed into few operations: those of up to 64 KiB share
+    /// them, in private memory; larger ones go by themselves. The same sizes in the same order on all ranks.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]. After an error some of the buffers hold their results and some do not.
+    pub fn all_reduce_many(&mut self, items: &mut [Reduction<'_>], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
+        let size = dtype.size();
+        // All are looked at before the first one moves.
+        for (i, item) in items.iter().enumerate() {
+            let fits = match item {
+                Reduction::Host(bytes) => bytes.len().is_multiple_of(size),
+                Reduction::Device { tensor, offset, count } => {
+                    let end = count.checked_mul(size as u64).and_then(|b| b.checked_add(*offset));
+                    end.is_some_and(|end| end <= tensor.len())
+                }
+            };
+            if !fits {
+                return Err(bad(format!(
+                    "all_reduce_many on rank {}: buffer {i} is not whole {dtype} elements, or not inside its tensor",
+                    self.rank()
+                )));
+            }
+        }
+        let bytes_of = |item: &Reduction<'_>| match item {
+            Reduction::Host(bytes) => bytes.len(),
+            Reduction::Device { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX).saturating_mul(size),
+        };
+        let mut pack = std::mem::take(&mut self.engine.schedules.scratch.0);
+        let mut at = 0;
+        let mut done = Ok(());
+        while at < items.len() && done.is_ok() {
+            let mut end = at;
+            let mut bytes = 0;
+            while end < items.len() && bytes + bytes_of(&items[end]) <= PACK_BYTES {
+                bytes += bytes_of(&items[end]);
+                end += 1;
+            }
+            done = if end > at + 1 {
+                self.reduce_packed(&mut items[at..end], &mut pack, bytes, dtype, op)
+            } else {
+                end = at + 1;
+                match &mut items[at] {
+                    Reduction::Host(b) => {
+                        let count = (b.len() / size) as u64;
+                        self.all_reduce(Io::HostInPlace(b), count, dtype, op)
+                    }
+                    Reduction::Device { tensor, offset, count } => {
+                        let io = Io::Device { src: (tensor, *offset), dst: (tensor, *offset) };
+                        self.all_reduce(io, *count, dtype, op)
+                    }
+                }
+            };
+            at = end;
+        }
+        pack.clear();
+        self.engine.schedules.scratch.0 = pack;
+        done
+    }
+
+    fn reduce_packed(
+        &mut self,
+        items: &mut [Reduction<'_>],
+        pack: &mut Vec<u8>,
+        bytes: usize,
+        dtype: DataType,
+        op: ReduceOp,
+    ) -> Result<(), Error> {
+        pack.clear();
+        pack.resize(bytes, 0);
+        let mut at = 0;
+        for item in items.iter() {
+            match item {
+                Reduction::Host(b) => pack[at..at + b.len()].copy_from_slice(b),
+                Reduction::Device { tensor, offset, count } => {
+                    tensor.read(*offset, &mut pack[at..at + *count as usize * dtype.size()])?;
+                }
+            }
+            at += match item {
+                Reduction::Host(b) => b.len(),
+                Reduction::Device { count, .. } => *count as usize * dtype.size(),
+            };
+        }
+        self.all_reduce(Io::HostInPlace(pack), (bytes / dtype.size()) as u64, dtype, op)?;
+        let mut at = 0;
+        for item in items.iter_mut() {
+            match item {
+                Reduction::Host(b) => {
+                    b.copy_from_slice(&pack[at..at + b.len()]);
+                    at += b.len();
+                }
+                Reduction::Device { tensor, offset, count } => {
+                    let len = *count as usize * dtype.size();
+                    tensor.write(*offset, &pack[at..at + len])?;
+                    at += len;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Uses `algorithm` from the next call on wherever it serves, as `WCCL_ALGO` does; `None` leaves the choice to table and
     /// rule. All ranks set the same at the same point: a difference is an error of the call.
     pub fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
-        self.engine.set_algorithm(algorithm);
-    }
-
-    /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
-    fn collective(&mut self, io: Io<'_>, scale: Option<f32>, call: Call) -> Result<(), Error> {
-        self.engine.collective(io, scale, call, self.timeout)
+        self.engine.forced = algorithm;
     }
 }
 
 impl Engine {
-    pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>) -> Engine {
+    pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>, timeout: Duration) -> Engine {
         let forced = plane.runtime.0.config.algorithm;
-        Engine { plane, lane, rings, forced, schedules: Schedules::default() }
-    }
-
-    pub(super) fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
-        self.forced = algorithm;
+        Engine { plane, lane, rings, forced, timeout, schedules: Schedules::default() }
     }
 
     /// The rings changed: schedules made of the old ones go.
@@ -144,42 +378,200 @@ impl Engine {
         self.schedules = Schedules::default();
     }
 
-    pub(super) fn collective(
-        &mut self,
-        io: Io<'_>,
-        scale: Option<f32>,
-        mut call: Call,
-        timeout: Duration,
-    ) -> Result<(), Error> {
+    fn all_to_all_v(&mut self, io: Io<'_>, send: &[u64], recv: &[u64], dtype: DataType) -> Result<(), Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
-        self.check_call(&call)?;
-        check_scale(&call, scale)?;
+        let op = Op::AllToAllV;
+        let size = dtype.size() as u64;
+        let sends = self.check_counts(op, send, dtype)?;
+        let gets = self.check_counts(op, recv, dtype)?;
+        let mut call = call(op, dtype, 0);
+        self.check_ready(op)?;
+        call.private = !io.is_device();
+        let shape = Shape { op, rank, in_bytes: sends * size, out_bytes: gets * size, at: 0 };
+        let (input, output, _) = resolve(io, shape)?;
+        let (mut mine, mut all) = self.take_scratch();
+        mine.extend(send.iter().chain(recv).flat_map(|c| c.to_le_bytes()));
+        let found = self.exchange(op, dtype, &mine, &mut all).and_then(|()| {
+            self.listed_schedule(call, &all, |engine| {
+                let matrix = matrix_of(&all, n, dtype)?;
+                let count = matrix.iter().sum();
+                engine.compile_listed(&Call { count, ..call }, Lists::Matrix(&matrix))
+            })
+        });
+        self.give_scratch(mine, all);
+        self.execute(&*found?, input, output, None, None, 1.0)
+    }
+
+    /// The schedule of a call with lists, found by their bytes, or made and kept.
+    pub(super) fn listed_schedule(
+        &mut self,
+        key: Call,
+        lists: &[u8],
+        make: impl FnOnce(&mut Engine) -> Result<Arc<Sealed>, Error>,
+    ) -> Result<Arc<Sealed>, Error> {
+        if let Some(s) = self.schedules.find_listed(&key, lists) {
+            return Ok(s);
+        }
+        let s = make(self)?;
+        self.schedules.keep_listed(key, lists, s.clone());
+        Ok(s)
+    }
+
+    /// Runs a schedule; a failure that breaks the communicator leaves its flight records.
+    pub(super) fn execute(
+        &mut self,
+        schedule: &Sealed,
+        input: LocalMem<'_>,
+        output: LocalMem<'_>,
+        dst: Option<usize>,
+        src: Option<usize>,
+        scale: f32,
+    ) -> Result<(), Error> {
+        let args = CallArgs { dst, src, scale, timeout: self.timeout };
+        self.lane.run(schedule, input, output, &args).map_err(|e| {
+            self.plane.dump_once(&e);
+            e.into()
+        })
+    }
+
+    fn check_counts(&self, op: Op, counts: &[u64], dtype: DataType) -> Result<u64, Error> {
+        let n = self.plane.core.nranks;
+        if counts.len() != n {
+            let have = counts.len();
+            return Err(bad(format!("{}: {have} counts were passed, {n} ranks need one each", op.name())));
+        }
+        let sum = total(counts, dtype);
+        sum.ok_or_else(|| bad(format!("{}: the sum of the {dtype} counts is larger than memory can be", op.name())))
+    }
+
+    pub(super) fn check_ready(&self, op: Op) -> Result<(), Error> {
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         if n > 1 && self.rings.is_empty() {
-            let name = call.op.name();
+            let name = op.name();
             return Err(bad(format!(
                 "{name} on rank {rank}: the communicator has no rings; call build_graph on all ranks first"
             )));
         }
+        Ok(())
+    }
+
+    /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
+    pub(super) fn collective(&mut self, io: Io<'_>, scale: Option<f32>, call: Call) -> Result<(), Error> {
+        check_scale(&call, scale)?;
+        let (call, input, output) = self.prepare(io, call, Lists::None)?;
+        let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
+        let algorithm = policy.decide(&call, self.plane.core.nranks).algorithm;
+        let again = matches!(&self.schedules.last, Some((c, a, _)) if *c == call && *a == algorithm);
+        if !again {
+            let schedule = self.schedule(&call, algorithm)?;
+            self.schedules.last = Some((call, algorithm, schedule));
+        }
+        let Some((_, _, schedule)) = &self.schedules.last else {
+            return Err(Error::Bug("a schedule that was just compiled is not there".into()));
+        };
+        let args = CallArgs { dst: call.dst, src: call.src, scale: scale.unwrap_or(1.0), timeout: self.timeout };
+        self.lane.run(schedule, input, output, &args).map_err(|e| {
+            self.plane.dump_once(&e);
+            e.into()
+        })
+    }
+
+    /// A call whose lists this rank has whole.
+    fn listed(&mut self, io: Io<'_>, call: Call, lists: Lists<'_>) -> Result<(), Error> {
+        if call.redop == ReduceOp::PreMulSum {
+            check_scale(&call, None)?;
+        }
+        let (call, input, output) = self.prepare(io, call, lists)?;
+        let (mut key, other) = self.take_scratch();
+        lists.bytes(&mut key);
+        let schedule = self.listed_schedule(call, &key, |engine| engine.compile_listed(&call, lists));
+        self.give_scratch(key, other);
+        self.execute(&*schedule?, input, output, None, None, 1.0)
+    }
+
+    /// Checks a call and its buffers.
+    fn prepare<'a>(
+        &self,
+        io: Io<'a>,
+        mut call: Call,
+        lists: Lists<'_>,
+    ) -> Result<(Call, LocalMem<'a>, LocalMem<'a>), Error> {
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
+        self.check_call(&call)?;
+        self.check_ready(call.op)?;
         let too_large = || {
             bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype))
         };
-        let block = call.bytes().ok_or_else(too_large)?;
-        let all = block.checked_mul(n as u64).ok_or_else(too_large)?;
-        let only = |yes: bool| if yes { block } else { 0 };
-        let (in_bytes, out_bytes) = match call.op {
-            Op::AllReduce => (block, block),
-            Op::AllGather => (block, all),
-            Op::ReduceScatter => (all, block),
-            Op::AllToAll => (all, all),
-            Op::Broadcast => (only(rank == call.root), block),
-            Op::Reduce => (block, only(rank == call.root)),
-            Op::SendRecv => (only(call.dst.is_some()), only(call.src.is_some())),
-            Op::Barrier => (0, 0),
-        };
+        call.bytes().and_then(|block| block.checked_mul(n as u64)).ok_or_else(too_large)?;
+        let enc::Sizes { input, output, at } = enc::sizes(&call, lists, rank, n);
         call.private = !io.is_device() && call.op != Op::Barrier;
-        let (input, output, in_place) = resolve(io, Shape { op: call.op, rank, in_bytes, out_bytes, block })?;
+        let (input, output, in_place) =
+            resolve(io, Shape { op: call.op, rank, in_bytes: input, out_bytes: output, at })?;
         call.in_place = in_place;
-        self.run(&call, input, output, scale.unwrap_or(1.0), timeout)
+        Ok((call, input, output))
+    }
+
+    pub(super) fn take_scratch(&mut self) -> (Vec<u8>, Vec<u8>) {
+        std::mem::take(&mut self.schedules.scratch)
+    }
+
+    pub(super) fn give_scratch(&mut self, mut mine: Vec<u8>, mut all: Vec<u8>) {
+        mine.clear();
+        all.clear();
+        self.schedules.scratch = (mine, all);
+    }
+
+    /// Gives every rank the words of all, in rank order, in `all`: the same number on each rank, which fits in one hop.
+    pub(super) fn exchange(&mut self, op: Op, dtype: DataType, mine: &[u8], all: &mut Vec<u8>) -> Result<(), Error> {
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
+        let words = (mine.len() / 8) as u64;
+        let schedule = match self.schedules.exchanges.get(&(op, dtype, words)).cloned() {
+            Some(s) => s,
+            None => {
+                self.reach_all()?;
+                let s = enc::compile_exchange(op, dtype, words, rank, n).map_err(|e| Error::Bug(e.to_string()))?;
+                let s = Arc::new(self.linked(s)?);
+                if self.schedules.exchanges.len() >= MAX_SCHEDULES {
+                    self.schedules.exchanges.clear();
+                }
+                self.schedules.exchanges.insert((op, dtype, words), s.clone());
+                s
+            }
+        };
+        all.clear();
+        all.resize(mine.len() * n, 0);
+        let (input, output) = (LocalMem::input(mine), LocalMem::output(all));
+        self.execute(&schedule, input, output, None, None, 1.0)
+    }
+
+    /// The schedule of a call with lists, not looked up.
+    pub(super) fn compile_listed(&self, call: &Call, lists: Lists<'_>) -> Result<Arc<Sealed>, Error> {
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
+        if call.private && n > 1 && !enc::fits_private(call, lists, n) {
+            return Err(too_long(call.op));
+        }
+        let one_hop_max = self.plane.runtime.0.config.one_hop_max;
+        let algorithm = enc::choose_with(call, lists, n, self.forced, one_hop_max);
+        self.reach_all()?;
+        let s = enc::compile_with(call, lists, rank, n, algorithm, &self.rings);
+        Ok(Arc::new(self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)?))
+    }
+
+    /// Makes sure that every pair is connected.
+    fn reach_all(&self) -> Result<(), Error> {
+        // The others go on to an operation that this rank cannot join: they learn why.
+        self.plane.connect_all().inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
+    }
+
+    /// Fails if a schedule needs a peer that was never linked.
+    fn linked(&self, s: Sealed) -> Result<Sealed, Error> {
+        let endpoint = &self.plane.core.endpoint;
+        if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
+            let e = OpError::NotLinked { rank: self.plane.core.rank, peer };
+            endpoint.fail(&e.to_string());
+            return Err(e.into());
+        }
+        Ok(s)
     }
 
     fn check_call(&self, call: &Call) -> Result<(), Error> {
@@ -201,43 +593,13 @@ impl Engine {
         Ok(())
     }
 
-    fn run(
-        &mut self,
-        call: &Call,
-        input: LocalMem<'_>,
-        output: LocalMem<'_>,
-        scale: f32,
-        timeout: Duration,
-    ) -> Result<(), Error> {
-        let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
-        let algorithm = policy.decide(call, self.plane.core.nranks).algorithm;
-        let again = matches!(&self.schedules.last, Some((c, a, _)) if c == call && *a == algorithm);
-        if !again {
-            let schedule = self.schedule(call, algorithm)?;
-            self.schedules.last = Some((*call, algorithm, schedule));
-        }
-        let Some((_, _, schedule)) = &self.schedules.last else {
-            return Err(Error::Bug("a schedule that was just compiled is not there".into()));
-        };
-        let args = CallArgs { dst: call.dst, src: call.src, scale, timeout };
-        match self.lane.run(schedule, input, output, &args) {
-            Ok(()) => Ok(()),
-            Err(e) => {
-                self.plane.dump_once(&e);
-                Err(e.into())
-            }
-        }
-    }
-
     /// The schedule of a call: compiled once, then cached. The first one that needs more than ring neighbours makes the
     /// library connect the rest, once (INV-81).
     fn schedule(&mut self, call: &Call, algorithm: Algorithm) -> Result<Arc<Sealed>, Error> {
-        let core = &self.plane.core;
-        let (rank, n) = (core.rank, core.nranks);
-        let cache = &mut self.schedules;
-        if let Some(found) = cache.all.get(&(*call, algorithm)) {
+        if let Some(found) = self.schedules.all.get(&(*call, algorithm)) {
             return Ok(found.clone());
         }
+        let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         let most = enc::max_private_bytes(call.op, n);
         if call.private && n > 1 && call.bytes().is_some_and(|b| b > most) {
             return Err(bad(format!(
@@ -246,22 +608,45 @@ impl Engine {
             )));
         }
         if algorithm != Algorithm::Ring {
-            // The others go on to an operation that this rank cannot join: they learn why.
-            self.plane.connect_all().inspect_err(|e| core.endpoint.fail(&e.to_string()))?;
+            self.reach_all()?;
         }
         let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
-        if let Some(peer) = enc::needs(&s).find(|p| !core.endpoint.linked(*p)) {
-            let e = OpError::NotLinked { rank, peer };
-            core.endpoint.fail(&e.to_string());
-            return Err(e.into());
+        let s = Arc::new(self.linked(s)?);
+        if self.schedules.all.len() >= MAX_SCHEDULES {
+            self.schedules.all.clear();
         }
-        if cache.all.len() >= MAX_SCHEDULES {
-            cache.all.clear();
-        }
-        let s = Arc::new(s);
-        cache.all.insert((*call, algorithm), s.clone());
+        self.schedules.all.insert((*call, algorithm), s.clone());
         Ok(s)
     }
+}
+
+fn too_long(op: Op) -> Error {
+    bad(format!("{}: the blocks are too long for one call in private memory; split it, or use tensors", op.name()))
+}
+
+/// The counts of all ranks from what they exchanged (each its n sends, then its n receives), if they fit together. All
+/// ranks look at all of it, so all answer alike.
+fn matrix_of(all: &[u8], n: usize, dtype: DataType) -> Result<Vec<u64>, Error> {
+    let words: Vec<u64> = all.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+    let mut matrix = Vec::with_capacity(n * n);
+    for p in 0..n {
+        for q in 0..n {
+            let (sends, expects) = (words[p * 2 * n + q], words[q * 2 * n + n + p]);
+            if sends != expects {
+                return Err(bad(format!(
+                    "all_to_all_v: rank {p} sends {sends} elements to rank {q}, which expects {expects} from it; nothing was \
+                     moved; make send[{q}] of rank {p} and recv[{p}] of rank {q} the same"
+                )));
+            }
+            matrix.push(sends);
+        }
+    }
+    if total(&matrix, dtype).is_none() {
+        return Err(bad(format!(
+            "all_to_all_v: the sum of the {dtype} counts of all ranks is larger than memory can be"
+        )));
+    }
+    Ok(matrix)
 }
 
 /// A pre-scaled sum has a scale and a float type; nothing else has a scale.
@@ -290,7 +675,7 @@ impl Communicator {
     /// As [`Communicator::all_reduce`], and [`Error::Usage`] for an integer type.
     pub fn all_reduce_scaled(&mut self, io: Io<'_>, count: u64, dtype: DataType, scale: f32) -> Result<(), Error> {
         let redop = ReduceOp::PreMulSum;
-        self.collective(io, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
+        self.engine.collective(io, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
     }
 
     /// [`Communicator::reduce_scatter`] with a scale of this rank.
@@ -299,7 +684,7 @@ impl Communicator {
     /// As [`Communicator::all_reduce_scaled`].
     pub fn reduce_scatter_scaled(&mut self, io: Io<'_>, count: u64, dtype: DataType, scale: f32) -> Result<(), Error> {
         let redop = ReduceOp::PreMulSum;
-        self.collective(io, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
+        self.engine.collective(io, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
     }
 
     /// [`Communicator::reduce`] with a scale of this rank.
@@ -315,6 +700,6 @@ impl Communicator {
         scale: f32,
     ) -> Result<(), Error> {
         let redop = ReduceOp::PreMulSum;
-        self.collective(io, Some(scale), Call { root, redop, ..call(Op::Reduce, dtype, count) })
+        self.engine.collective(io, Some(scale), Call { root, redop, ..call(Op::Reduce, dtype, count) })
     }
 }

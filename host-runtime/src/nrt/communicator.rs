@@ -71,7 +71,6 @@ pub struct Communicator {
     rings: Arc<Vec<Vec<usize>>>,
     /// Where this rank runs; its sub-groups run there too.
     pub(super) device: NeuronDeviceInfo,
-    pub(super) timeout: Duration,
     /// Communicators made of it.
     pub(super) groups: Groups,
 }
@@ -131,12 +130,11 @@ impl Communicator {
         let plane = Arc::new(Plane::new(runtime.clone(), core, instance, handle));
         let rings = Arc::new(Vec::new());
         let mut made = Communicator {
-            engine: Engine::new(plane.clone(), lane, rings.clone()),
+            engine: Engine::new(plane.clone(), lane, rings.clone(), o.timeout.unwrap_or(inner.config.timeout)),
             plane,
             info,
             rings,
             device: dev,
-            timeout: o.timeout.unwrap_or(inner.config.timeout),
             groups: Groups::default(),
         };
         made.groups.prepare(&made, &o.rendezvous)?;
@@ -220,9 +218,14 @@ impl Communicator {
         self.core().endpoint.peer_controls().map(|c| (c.who().0 as usize, dump::records(c))).collect()
     }
 
+    /// Deadline of an operation.
+    pub fn timeout(&self) -> Duration {
+        self.engine.timeout
+    }
+
     /// Deadline of the operations from now on: how long one waits for peers that do not come.
     pub fn set_timeout(&mut self, timeout: Duration) {
-        self.timeout = timeout;
+        self.engine.timeout = timeout;
     }
 
     /// Stream `index` of [`Communicator::STREAMS`]: operations that run in the background, in order among themselves and side
@@ -242,7 +245,8 @@ impl Communicator {
         let Some(lane) = self.core().endpoint.lane(index + 1)? else {
             return Err(bad(format!("stream {index} of rank {} was taken before", self.rank())));
         };
-        Stream::start(index, Engine::new(self.plane.clone(), lane, self.rings.clone()), self.rank(), self.timeout)
+        let engine = Engine::new(self.plane.clone(), lane, self.rings.clone(), self.engine.timeout);
+        Stream::start(index, engine, self.rank())
     }
 
     /// Streams of a communicator.

@@ -2,7 +2,7 @@
 //!
 //! | call | original | who takes part | how they agree |
 //! |---|---|---|---|
-//! | [`Communicator::group`] | one communicator per set of bootstrap participants | the group | its program's signature, over the parent's bootstrap |
+//! | [`Communicator::replica_group`] | one communicator per set of bootstrap participants | the group | its program's signature, over the parent's bootstrap |
 //! | [`Communicator::split`] | `ncclCommSplit`, `MPI_Comm_split` | all ranks | the table of colours, over the parent's bootstrap |
 //! | [`Communicator::shrink`] | `ncclCommShrink` | those that are left | the list of survivors, over the ranks' meeting places |
 //!
@@ -86,7 +86,7 @@ impl Group {
     }
 }
 
-/// How [`Communicator::group`] makes a communicator.
+/// How [`Communicator::replica_group`] makes a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupOptions {
     /// Stream, 0 to 3.
@@ -292,7 +292,12 @@ impl Communicator {
     /// # Errors
     /// [`Error::Usage`] for a group that cannot be, [`Error::Group`] for programs that differ, a rank that does not take
     /// part, or an init that fails.
-    pub fn group(&self, group: &Group, program: &Signature, options: GroupOptions) -> Result<PooledComm, Error> {
+    pub fn replica_group(
+        &self,
+        group: &Group,
+        program: &Signature,
+        options: GroupOptions,
+    ) -> Result<PooledComm, Error> {
         let (rank, n) = (self.rank(), self.nranks());
         let members = &group.bootstrap_participants;
         check_members(group, rank, n)?;
@@ -329,7 +334,7 @@ impl Communicator {
     /// exchange and gets nothing.
     ///
     /// # Errors
-    /// [`Error::Entry`] and [`Error::Stopped`] of the exchange, [`Error::Group`] as [`Communicator::group`].
+    /// [`Error::Entry`] and [`Error::Stopped`] of the exchange, [`Error::Group`] as [`Communicator::replica_group`].
     pub fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Communicator>, Error> {
         let mut state = lock(&self.groups.state);
         in_step(&state)?;
@@ -379,7 +384,7 @@ impl Communicator {
         match self.groups.beacon.get() {
             Some(beacon) => {
                 let mut beacon = lock(beacon);
-                let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout);
+                let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout());
                 let id = self.decide(&purpose, &mut meeting)?;
                 self.join(&purpose, id, graph)
             }
@@ -415,7 +420,7 @@ impl Communicator {
 
     fn join(&self, purpose: &Purpose<'_>, id: [u8; ID_BYTES], graph: bool) -> Result<Communicator, Error> {
         let (r, n) = (self.position(purpose.members)?, purpose.members.len());
-        let options = CommOptions { graph, timeout: Some(self.timeout), ..CommOptions::with_id(id, r, n) };
+        let options = CommOptions { graph, timeout: Some(self.timeout()), ..CommOptions::with_id(id, r, n) };
         Communicator::init_on(self.runtime(), options, Some(self.device.clone())).map_err(|e| purpose.no_init(&e))
     }
 

@@ -11,14 +11,16 @@
 mod collectives;
 mod communicator;
 mod dump;
+mod grouped;
 pub mod groups;
 pub(crate) mod plane;
 mod runtime;
 mod streams;
 mod tensor;
 
-pub use collectives::Peers;
+pub use collectives::{Peers, Reduction};
 pub use communicator::{CommOptions, Communicator, Rendezvous};
+pub use grouped::Group;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use streams::{Buffers, Finished, Request, Stream};
 pub use tensor::{Io, Tensor};

@@ -141,14 +141,16 @@ pub struct Stream {
 
 fn work(mut engine: Engine, orders: &Receiver<Order>) {
     while let Ok(mut order) = orders.recv() {
-        let result = engine.collective(order.buffers.io(), None, order.call, order.timeout);
+        engine.timeout = order.timeout;
+        let result = engine.collective(order.buffers.io(), None, order.call);
         // Nobody may be interested.
         let _ = order.answer.send(Finished { buffers: order.buffers, result });
     }
 }
 
 impl Stream {
-    pub(super) fn start(index: usize, engine: Engine, rank: usize, timeout: Duration) -> Result<Stream, Error> {
+    pub(super) fn start(index: usize, engine: Engine, rank: usize) -> Result<Stream, Error> {
+        let timeout = engine.timeout;
         let (orders, queue) = channel();
         let thread = std::thread::Builder::new()
             .name(format!("wccl-stream-{index}"))

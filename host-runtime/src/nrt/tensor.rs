@@ -67,8 +67,8 @@ pub enum Io<'a> {
         /// Output.
         dst: &'a mut [u8],
     },
-    /// Private memory that is both. For all_gather the input is the rank's block of the output; for reduce_scatter the
-    /// output is the rank's block of the input.
+    /// Private memory that is both. For all_gather, all_gather_v and gather (on its root) the input is the rank's block of the
+    /// output; for reduce_scatter, reduce_scatter_v and scatter (on its root) the output is the rank's block of the input.
     HostInPlace(&'a mut [u8]),
 }
 
@@ -96,8 +96,8 @@ pub(super) struct Shape {
     /// Bytes of input and output on this rank; 0 where it has none.
     pub in_bytes: u64,
     pub out_bytes: u64,
-    /// Bytes of one rank's block.
-    pub block: u64,
+    /// In the in-place form: where the smaller buffer begins in the larger one.
+    pub at: u64,
 }
 
 /// Input, output, and whether they are the same memory in the way the collective allows.
@@ -105,7 +105,6 @@ pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMe
     let short = |which: &str, have: u64, need: u64| {
         Error::Usage(format!("the {which} of {} on rank {} has {have} bytes, {need} are needed", s.op.name(), s.rank))
     };
-    let at_rank = s.rank as u64 * s.block;
     let (input, output) = match io {
         Io::Device { src, dst } => {
             let take = |which: &str, t: (&'a Tensor, u64), need: u64| {
@@ -140,8 +139,12 @@ pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMe
             }
             let buf = &mut buf[..need as usize];
             let pair = match s.op {
-                Op::AllGather => LocalMem::in_place(buf, at_rank as usize, s.block as usize),
-                Op::ReduceScatter => LocalMem::in_place(buf, at_rank as usize, s.block as usize).map(|(a, b)| (b, a)),
+                Op::AllGather | Op::AllGatherV | Op::Gather => {
+                    LocalMem::in_place(buf, s.at as usize, s.in_bytes as usize)
+                }
+                Op::ReduceScatter | Op::ReduceScatterV | Op::Scatter => {
+                    LocalMem::in_place(buf, s.at as usize, s.out_bytes as usize).map(|(a, b)| (b, a))
+                }
                 _ => LocalMem::in_place(buf, 0, need as usize),
             };
             pair.ok_or_else(|| short("buffer", have, need))?
@@ -151,9 +154,9 @@ pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMe
         None => false,
         Some(distance) => {
             let allowed = match s.op {
-                Op::AllGather => distance == at_rank as i64,
-                Op::ReduceScatter => distance == -(at_rank as i64),
-                Op::SendRecv => false,
+                Op::AllGather | Op::AllGatherV | Op::Gather => distance == s.at as i64,
+                Op::ReduceScatter | Op::ReduceScatterV | Op::Scatter => distance == -(s.at as i64),
+                Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group => false,
                 _ => distance == 0,
             };
             if !allowed {
