@@ -8,6 +8,7 @@
 //! | [`dtype`], [`mod@reduce`] | NRT data types, and vectorised arithmetic over them |
 //! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
+//! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
 //! | [`peers`] | the control channel of a communicator: arrivals, op headers, deaths, aborts |
@@ -18,6 +19,7 @@
 
 pub mod device;
 pub mod dtype;
+pub mod exhausted;
 pub mod hbm;
 pub mod limits;
 pub mod links;

@@ -62,7 +62,7 @@ pub struct Mapped {
 #[derive(Debug, thiserror::Error)]
 pub enum LinkError {
     /// A system call failed.
-    #[error("{step} failed: {source}")]
+    #[error("{step} failed: {source}{}", crate::exhausted::limit_of_threads(source))]
     System {
         /// What was tried.
         step: &'static str,
@@ -120,7 +120,7 @@ impl LinkServer {
         let thread = std::thread::Builder::new()
             .name("wccl-links".into())
             .spawn(move || serve(&listener, &stop_copy, &for_thread))
-            .map_err(sys("starting the link server's thread (check ulimit -u)"))?;
+            .map_err(sys("starting the link server's thread"))?;
         Ok(LinkServer { name, grants, stop, thread: Some(thread) })
     }
 
@@ -257,7 +257,10 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
     out.extend_from_slice(&hbm.to_le_bytes());
     match found {
         Some(g) if status == 0 => {
-            let fds: [BorrowedFd<'_>; 2] = [g.control.fd(), g.hbm.fd()];
+            let (Some(a), Some(b)) = (g.control.fd(), g.hbm.fd()) else {
+                return Err(LinkError::Refused("its grant holds memory of another process"));
+            };
+            let fds: [BorrowedFd<'_>; 2] = [a, b];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             control.push(SendAncillaryMessage::ScmRights(&fds));
@@ -289,7 +292,7 @@ fn dial(name: &[u8], deadline: Instant) -> Result<UnixStream, LinkError> {
     let addr = SocketAddrUnix::new_abstract_name(name).map_err(|e| sys("naming the peer's link socket")(e.into()))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|e| sys("making a link socket (check ulimit -n)")(e.into()))?;
+        .map_err(|e| sys("making a link socket")(e.into()))?;
     loop {
         match connect(&fd, &addr) {
             Ok(()) => break,
@@ -379,10 +382,10 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     let pidfd = if pid == rustix::process::getpid() {
         None
     } else {
-        Some(
-            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())
-                .map_err(|e| LinkError::Gone(e.into()))?,
-        )
+        Some(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map_err(|e| match e {
+            rustix::io::Errno::SRCH => LinkError::Gone(e.into()),
+            e => LinkError::System { step: "watching the peer's process", source: e.into() },
+        })?)
     };
     Ok(Mapped {
         rank: word(8),

@@ -515,7 +515,7 @@ mod tests {
     }
 
     fn view(c: &Control, rank: u32, nranks: u32) -> Result<Control, SegmentError> {
-        let fd = c.segment.fd().try_clone_to_owned().unwrap();
+        let fd = c.segment.fd().unwrap().try_clone_to_owned().unwrap();
         Control::of_peer(Segment::from_peer(fd, CONTROL_BYTES as u64)?, rank, nranks)
     }
 

@@ -168,14 +168,16 @@ impl links::Host for HostState {
         };
         if !lock(&comm.endpoint).linked(peer) {
             let deadline = self.deadline(deadline_ms);
+            use hw_bridge::links::LinkError;
             let linked = hw_bridge::links::connect(&ipc, self.tenant.id, deadline)
-                .map_err(|e| e.to_string())
-                .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(|e| e.to_string()));
+                .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(LinkError::Segment));
             match linked {
                 Ok(p) => lock(&comm.endpoint).link(p),
-                Err(why) => {
-                    let why = format!("no link from rank {} to rank {peer}: {why}", comm.rank);
-                    return Ok(Err(self.fail(Status::FAILURE, why)));
+                Err(e) => {
+                    // A peer that is gone is the same kind of failure whether a socket or a link tells.
+                    let status = if matches!(e, LinkError::Gone(_)) { Status::CLOSED } else { Status::FAILURE };
+                    let why = format!("no link from rank {} to rank {peer}: {e}", comm.rank);
+                    return Ok(Err(self.fail(status, why)));
                 }
             }
         }
