@@ -404,8 +404,11 @@ pub enum OpError {
 }
 
 fn absent_list(absent: &[Absent]) -> String {
-    let each: Vec<String> = absent.iter().map(|a| format!("rank {} (pid {}): {}", a.rank, a.pid, a.last)).collect();
-    each.join("; ")
+    // Linked peers are on this machine.
+    let uname = rustix::system::uname();
+    let host = uname.nodename().to_string_lossy();
+    let each = absent.iter().map(|a| format!("rank {} (host {host}, pid {}): {}", a.rank, a.pid, a.last));
+    each.collect::<Vec<_>>().join("; ")
 }
 
 /// Counters of one endpoint; plain numbers, read between operations.

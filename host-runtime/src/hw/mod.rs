@@ -169,14 +169,18 @@ impl links::Host for HostState {
         if !lock(&comm.endpoint).linked(peer) {
             let deadline = self.deadline(deadline_ms);
             use hw_bridge::links::LinkError;
-            let linked = hw_bridge::links::connect(&ipc, self.tenant.id, deadline)
+            let linked = hw_bridge::links::connect(&ipc, self.tenant.id, Some(self.abort.event()), deadline)
                 .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(LinkError::Segment));
             match linked {
                 Ok(p) => lock(&comm.endpoint).link(p),
                 Err(e) => {
                     // A peer that is gone is the same kind of failure whether a socket or a link tells.
-                    let status = if matches!(e, LinkError::Gone(_)) { Status::CLOSED } else { Status::FAILURE };
-                    let why = format!("no link from rank {} to rank {peer}: {e}", comm.rank);
+                    let (status, why) = match e {
+                        LinkError::Gone(_) => (Status::CLOSED, e.to_string()),
+                        LinkError::Stopped => (Status::CLOSED, format!("{e}: {}", self.abort.reason())),
+                        _ => (Status::FAILURE, e.to_string()),
+                    };
+                    let why = format!("no link from rank {} to rank {peer}: {why}", comm.rank);
                     return Ok(Err(self.fail(status, why)));
                 }
             }

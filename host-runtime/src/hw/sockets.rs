@@ -244,9 +244,13 @@ impl HostState {
                 Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
                 Wait::Aborted => return self.closed(&format!("connecting to {addr}")),
                 Wait::Late => {
-                    return self.late(ms, || {
-                        format!("Connect to {addr} failed for {ms} ms ({e}); is the rank that listens there running?")
-                    });
+                    let hint = if e.kind() == ErrorKind::AddrNotAvailable {
+                        "no local port towards it is free, many wait to be used again: widen net.ipv4.ip_local_port_range, \
+                         or join less often"
+                    } else {
+                        "is the rank that listens there running?"
+                    };
+                    return self.late(ms, || format!("Connect to {addr} failed for {ms} ms ({e}); {hint}"));
                 }
             }
         }

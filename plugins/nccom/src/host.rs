@@ -181,7 +181,7 @@ pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
         };
         return Err(invalid(format!(
             "NET/Socket : No usable listening interface found: this machine has {}; {why}",
-            there.join(", ")
+            if there.is_empty() { "none that is up and carries an address".into() } else { there.join(", ") }
         )));
     };
     let address = Address::from_slice(&found.address)?;

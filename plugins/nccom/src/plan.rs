@@ -56,14 +56,14 @@ pub(crate) fn unique_id(nranks: i32) -> Result<[u8; 128], Failure> {
         .filter(|n| *n > 0)
         .ok_or_else(|| invalid(format!("a group of {nranks} ranks cannot be")))?;
     let ms = socket_timeout()?;
-    start_root(&interface(None)?, n, ms).map(|a| a.to_id())
+    start_root(&interface(None)?, n, ms, ms).map(|a| a.to_id())
 }
 
-/// Listens at `at` and moves the listener to a root task.
-fn start_root(at: &Address, nranks: u32, ms: u32) -> Result<Address, Failure> {
+/// Listens at `at`, which may stay in use for `listen_ms`, and moves the listener to a root task whose waits last `ms`.
+fn start_root(at: &Address, nranks: u32, ms: u32, listen_ms: u32) -> Result<Address, Failure> {
     // The count is a value beside the status, never the status itself (C-02).
     nrt::nrt_get_total_vnc_count().map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
-    let listener = sockets::listen(&at.0, ms)
+    let listener = sockets::listen(&at.0, listen_ms)
         .map_err(|s| Failure::from(s).during(&format!("starting the bootstrap root at {at}")))?;
     let real = Address::from_slice(&sockets::local_address(&listener))?;
     let state = [nranks.to_le_bytes(), ms.to_le_bytes()].concat();
@@ -169,7 +169,7 @@ fn make(
 fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Result<Address, Failure> {
     let text = match text.filter(|t| !t.is_empty()) {
         Some(t) => t,
-        None if nranks == 1 => return start_root(&interface(None)?, 1, ms),
+        None if nranks == 1 => return start_root(&interface(None)?, 1, ms, ms),
         None => {
             return Err(invalid(
                 "COMM_ID must be specified: set NEURON_RT_ROOT_COMM_ID to <host>:<port> of rank 0, the same on all ranks",
@@ -212,9 +212,9 @@ fn start_known_root(root: &Address, nranks: usize, ms: u32) -> Result<Address, F
         let left = until.saturating_sub(clock::monotonic_ns() / 1_000_000) as u32;
         // The last attempt leaves the host's sentence.
         if left <= ASK_AFTER_MS {
-            return start_root(root, nranks as u32, left.max(1));
+            return start_root(root, nranks as u32, ms, left.max(1));
         }
-        match start_root(root, nranks as u32, ASK_AFTER_MS) {
+        match start_root(root, nranks as u32, ms, ASK_AFTER_MS) {
             Err(e) if e.code == Code::Timeout => {}
             answer => return answer,
         }

@@ -99,15 +99,7 @@ fn neither_locked_memory_nor_dev_shm_is_needed() {
 fn a_limit_of_threads_is_named() {
     let program = env!("CARGO_BIN_EXE_fault");
     let mut c = Command::new("setpriv");
-    c.args([
-        "--reuid=65534",
-        "--regid=65534",
-        "--clear-groups",
-        "sh",
-        "-c",
-        "ulimit -u 1 && exec \"$0\" barrier",
-        program,
-    ]);
+    c.args(["--reuid=65534", "--regid=65534", "--clear-groups", "prlimit", "--nproc=1", program, "barrier"]);
     let dry = Command::new("setpriv").args(["--reuid=65534", "--clear-groups", "test", "-x", program]).status();
     if !dry.is_ok_and(|s| s.success()) {
         println!(

@@ -21,7 +21,7 @@ use crate::fail::{Code, Failure};
 const HELLO_MS: u32 = 2_000;
 /// How long the root of a group that failed tells those who come later, before it tells rank 0. With rank 0 the root's own
 /// process usually ends, and who comes then waits until its time is up.
-const LINGER_MS: u32 = 5_000;
+const LINGER_MS: u32 = 2_000;
 
 /// What a root was started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +136,7 @@ fn refuse_all<S: Sockets>(
     listener: &S::Listener,
     lobby: &mut Lobby<S::Conn>,
     duty: Duty,
-    visitors: Vec<Visitor<S::Conn>>,
+    visitors: &[Visitor<S::Conn>],
     failure: &Ended,
 ) {
     // After a time-out nobody is waited for: the ranks' own time is nearly up.
@@ -144,8 +144,10 @@ fn refuse_all<S: Sockets>(
     let until = s.now_ms() + u64::from(linger);
     let mut told: BTreeSet<i32> = visitors.iter().flat_map(|v| v.ranks.iter().copied()).collect();
     told.extend(failure.rank.and_then(|r| i32::try_from(r).ok()));
-    let (last, now): (Vec<_>, Vec<_>) = visitors.into_iter().partition(|v| v.ranks.contains(&0));
-    now.iter().for_each(|v| refuse(s, &v.conn, &failure.why));
+    // The first that brought rank 0: one that claims to be it too is told now.
+    let last = visitors.iter().position(|v| v.ranks.contains(&0));
+    let now = visitors.iter().enumerate().filter(|(i, _)| Some(*i) != last);
+    now.for_each(|(_, v)| refuse(s, &v.conn, &failure.why));
     // Without rank 0 nobody's end takes this root along but its runtime's.
     while told.len() < duty.nranks as usize {
         // The time is up, or the runtime closes.
@@ -162,7 +164,9 @@ fn refuse_all<S: Sockets>(
             told.extend(ranks);
         }
     }
-    last.iter().for_each(|v| refuse(s, &v.conn, &failure.why));
+    if let Some(v) = last.and_then(|i| visitors.get(i)) {
+        refuse(s, &v.conn, &failure.why);
+    }
 }
 
 /// Why a group ends, and the rank that said so before it had joined.
@@ -242,7 +246,7 @@ pub fn serve<S: Sockets>(
     match ended {
         Ok(()) => complete(s, &visitors),
         Err(e) => {
-            refuse_all(s, listener, &mut lobby, duty, visitors, &e);
+            refuse_all(s, listener, &mut lobby, duty, &visitors, &e);
             Err(e.why)
         }
     }
