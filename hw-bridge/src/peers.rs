@@ -356,6 +356,14 @@ impl Control {
         self.record(seq).tag.load(Ordering::Acquire) == seq
     }
 
+    /// The rank's call of operation `seq` in words, while its record is kept.
+    #[cold]
+    pub(crate) fn call(&self, seq: u64) -> Option<String> {
+        let r = self.record(seq);
+        let said = describe(r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
+        self.arrived(seq).then_some(said)
+    }
+
     /// Compares the rank's header of `seq` with ours; `Err` is the other's view in words.
     #[inline]
     pub(crate) fn same_call(&self, seq: u64, header: &OpHeader) -> Result<(), String> {

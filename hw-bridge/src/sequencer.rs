@@ -859,7 +859,16 @@ impl Endpoint {
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
         if p.control.aside(seq).digest != self.digest {
-            let (rank, mine) = (self.rank, s.header.to_string());
+            let rank = self.rank;
+            // Where it began, if that is not long ago: in a one-way operation the two need not have met.
+            let began = (seq.saturating_sub(SLOTS as u64 - 1).max(1)..seq).find_map(|at| {
+                let (mine, theirs) = (self.control.call(at)?, p.control.call(at)?);
+                (mine != theirs).then_some(OpError::Mismatch { rank, seq: at, mine, peer, theirs })
+            });
+            if let Some(e) = began {
+                return Err(e);
+            }
+            let mine = s.header.to_string();
             let theirs = format!("{mine} after other operations than ours, or on other rings");
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }

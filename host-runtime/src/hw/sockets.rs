@@ -215,6 +215,8 @@ impl HostState {
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let mut told = false;
+        // What is behind it, even if the other side has gone meanwhile.
+        let mut starved = None;
         loop {
             let left = until.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
             let tried = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)));
@@ -240,16 +242,20 @@ impl HostState {
                 tracing::debug!("Connect to {addr} failed - retrying ({e})");
                 told = true;
             }
+            if e.kind() == ErrorKind::AddrNotAvailable {
+                starved = Some(e.to_string());
+            }
             match self.pause(pause, until) {
                 Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
                 Wait::Aborted => return self.closed(&format!("connecting to {addr}")),
                 Wait::Late => {
-                    let hint = if e.kind() == ErrorKind::AddrNotAvailable {
+                    let hint = if starved.is_some() {
                         "no local port towards it is free, many wait to be used again: widen net.ipv4.ip_local_port_range, \
                          or join less often"
                     } else {
                         "is the rank that listens there running?"
                     };
+                    let e = starved.unwrap_or_else(|| e.to_string());
                     return self.late(ms, || format!("Connect to {addr} failed for {ms} ms ({e}); {hint}"));
                 }
             }

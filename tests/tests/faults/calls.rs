@@ -49,23 +49,19 @@ const MISMATCHES: [(&str, &str, [&str; 2]); 9] = [
 fn calls_that_do_not_match_are_shown_from_both_sides_on_all_ranks() {
     let _one = alone();
     for (most, odd, views) in MISMATCHES {
-        // A rank that only sends does not wait for those who receive: it learns it in its next call, from another's view.
+        // A rank that only sends does not wait for those who receive: it learns it in its next call.
         let one_way = most.starts_with("broadcast") || most.starts_with("reduce");
         let mut ranks = start(3, &[], |r| format!("{} barrier", if r == 1 { odd } else { most }));
-        let mut both = 0;
         for r in &mut ranks {
             let (status, lines) = r.end();
             let said = lines.join("\n");
             assert!(!status.success(), "rank {} of {most} / {odd}: {said}", r.rank);
-            has(&said, &["mismatched collectives at operation #", "rank 1 calls"]);
-            both += usize::from(views.iter().all(|v| said.contains(v)));
+            has(&said, &["mismatched collectives at operation #1", "rank 1 calls"]);
+            has(&said, &views);
             if !one_way {
-                has(&said, &["at operation #1"]);
-                has(&said, &views);
                 assert!(!said.contains("a user's buffer was written"), "rank {} of {most} / {odd}: {said}", r.rank);
             }
         }
-        assert!(both > 0, "nobody saw both sides of {most} / {odd}");
     }
 }
 
