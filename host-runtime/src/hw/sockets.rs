@@ -21,6 +21,8 @@ const AF_INET6: u16 = 10;
 const MAX_RESOLVING: usize = 4;
 /// A wait of at most this many milliseconds is a look: that it finds nothing, or a peer gone, is no failure to report.
 const LOOK_MS: u32 = 50;
+/// Longest attempt to connect: time for a lost packet to be sent again twice.
+const ATTEMPT: Duration = Duration::from_secs(4);
 /// First pause between two attempts to connect or bind; doubles up to the second.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
 
@@ -209,6 +211,31 @@ impl HostState {
         Ok(self.new_connection(accepted).map(|c| (c, encode(&addr))))
     }
 
+    /// One attempt to connect, ended by the deadline, by [`ATTEMPT`], or by the abort (then `None`).
+    fn attempt(&self, addr: &SocketAddr, until: Instant) -> Option<std::io::Result<TcpStream>> {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+        let family = if addr.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let stream = match socket_with(family, SocketType::STREAM, flags, None) {
+            Ok(fd) => TcpStream::from(fd),
+            Err(e) => return Some(Err(e.into())),
+        };
+        match connect(&stream, addr) {
+            Ok(()) => return Some(Ok(stream)),
+            // A signal does not end the attempt, it goes on as if the socket had said so.
+            Err(rustix::io::Errno::INPROGRESS | rustix::io::Errno::INTR) => {}
+            Err(e) => return Some(Err(e.into())),
+        }
+        match self.wait(&stream, PollFlags::OUT, until.min(Instant::now() + ATTEMPT)) {
+            Wait::Aborted => None,
+            Wait::Late => Some(Err(ErrorKind::TimedOut.into())),
+            Wait::Ready => Some(match stream.take_error() {
+                Ok(None) => Ok(stream),
+                Ok(Some(e)) | Err(e) => Err(e),
+            }),
+        }
+    }
+
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
         self.socket_quota()?;
         let addr = self.address(address)?;
@@ -218,11 +245,10 @@ impl HostState {
         // What is behind it, even if the other side has gone meanwhile.
         let mut starved = None;
         loop {
-            let left = until.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
-            let tried = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)));
-            let e = match tried {
-                Ok(stream) => return self.new_connection(stream),
-                Err(e) => e,
+            let e = match self.attempt(&addr, until) {
+                Some(Ok(stream)) => return self.new_connection(stream),
+                Some(Err(e)) => e,
+                None => return self.closed(&format!("connecting to {addr}")),
             };
             let again = matches!(
                 e.kind(),

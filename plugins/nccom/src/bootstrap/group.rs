@@ -6,13 +6,17 @@
 use super::lobby::Lobby;
 use super::root::watch_root;
 use super::wire::{
-    ANSWER_BYTES, Address, HELLO_BYTES, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal,
+    ANSWER_BYTES, Address, HELLO_BYTES, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, decode_refusal,
+    encode_refusal,
 };
-use super::{Sockets, dial, expect, recv_any, recv_message, send_message};
+use super::{LOOK_MS, Sockets, dial, expect, recv_any, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
 const HELLO_MS: u32 = 5_000;
+
+/// How long a rank that cannot send waits for the reason to come around.
+const REASON_MS: u32 = 1_000;
 
 /// One rank's bootstrap state.
 #[derive(Debug)]
@@ -183,7 +187,7 @@ impl<S: Sockets> Group<S> {
                 told.origin = Some(format!("rank {} failed: {said}", self.rank));
             }
             // A neighbour that is gone needs no reason. What it has not read yet may fill the socket, so it gets a look.
-            let _ = send_message(s, next, Kind::Refusal, &encode_refusal(&told, None), super::LOOK_MS);
+            let _ = send_message(s, next, Kind::Refusal, &encode_refusal(&told, None), LOOK_MS);
         }
         (self.next, self.prev) = (None, None);
     }
@@ -199,15 +203,38 @@ impl<S: Sockets> Group<S> {
             let what = |e: Failure| e.during(&format!("all-gather {hint}, step {i}, rank {}", self.rank));
             // Odd ranks receive first, so that blocks larger than the sockets' buffers cannot block the whole ring.
             if self.rank % 2 == 0 {
-                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms).map_err(what)?;
+                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                    .map_err(|e| what(self.of_next(s, prev, e)))?;
             }
             let got = recv_message(s, prev, Kind::Ring, len, ms).map_err(|e| what(self.of_prev(e)))?;
             if self.rank % 2 == 1 {
-                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms).map_err(what)?;
+                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                    .map_err(|e| what(self.of_next(s, prev, e)))?;
             }
             all[inn * len..(inn + 1) * len].copy_from_slice(&got);
         }
         Ok(all)
+    }
+
+    /// A failure to send to the ring successor, with what it means: if that one has failed, its reason is on its way around
+    /// the ring.
+    fn of_next(&self, s: &S, prev: &S::Conn, e: Failure) -> Failure {
+        let until = s.now_ms() + u64::from(REASON_MS.min(self.timeout_ms));
+        while e.code == Code::Closed && s.now_ms() < until {
+            match recv_any(s, prev, super::MAX_MESSAGE, LOOK_MS) {
+                Ok((Kind::Refusal, payload)) => {
+                    if let Some((told, _)) = decode_refusal(&payload) {
+                        return told;
+                    }
+                }
+                // What was sent before the reason, or nothing yet.
+                Ok(_) => {}
+                Err(e) if e.code == Code::Timeout => {}
+                Err(_) => break,
+            }
+        }
+        let next = (self.rank + 1) % self.nranks;
+        e.during(&format!("rank {next} closed its connection: its process has ended, or see its own error"))
     }
 
     /// A failure to receive from the ring predecessor, with what it means.

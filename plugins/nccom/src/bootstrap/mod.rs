@@ -44,7 +44,11 @@ pub trait Sockets {
 /// A wait of at most this many milliseconds is a look: the host leaves no sentence when it finds nothing.
 pub const LOOK_MS: u32 = 50;
 
-/// Connects by many short attempts, with a look at whatever `meanwhile` watches between them.
+/// Short attempts of [`dial`]; then long ones, in which a lost packet is sent again.
+const SHORT_ATTEMPTS: u32 = 20;
+const LONG_ATTEMPT_MS: u32 = 3_000;
+
+/// Connects by many attempts, short at first, with a look at whatever `meanwhile` watches between them.
 pub fn dial<S: Sockets>(
     s: &S,
     to: &Address,
@@ -52,13 +56,16 @@ pub fn dial<S: Sockets>(
     mut meanwhile: impl FnMut() -> Result<(), Failure>,
 ) -> Result<S::Conn, Failure> {
     let begun = s.now_ms();
+    let mut tried = 0;
     loop {
         meanwhile()?;
         let spent = s.now_ms() - begun;
         let left = u64::from(ms).saturating_sub(spent) as u32;
+        let attempt = if tried < SHORT_ATTEMPTS { LOOK_MS } else { LONG_ATTEMPT_MS };
+        tried += 1;
         // The last attempt leaves the host's sentence, which says what the system answered.
-        let last = left <= 2 * LOOK_MS;
-        match s.connect(to, if last { left.max(1) } else { LOOK_MS }) {
+        let last = left <= 2 * attempt;
+        match s.connect(to, if last { left.max(1) } else { attempt }) {
             Err(e) if e.code == Code::Timeout && !last => {}
             answer => return answer,
         }
