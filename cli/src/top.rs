@@ -1,8 +1,7 @@
 //! `wccl top`: what the ranks on this machine are doing, read from their control segments.
 //!
-//! A control segment is a memfd, so it has no name in a file system; its descriptors have, under `/proc/PID/fd`. Every rank's
-//! segment is also open in its peers, so one of a process that has ended is found as long as a peer lives. Segments are
-//! mapped read-only: looking disturbs nobody.
+//! A control segment is a memfd, so it has no name in a file system; its descriptor has, under `/proc/PID/fd` of its owner.
+//! Segments are mapped read-only: looking disturbs nobody.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;

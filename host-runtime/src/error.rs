@@ -96,11 +96,14 @@ pub enum Error {
     /// An operation failed.
     #[error(transparent)]
     Op(#[from] hw_bridge::sequencer::OpError),
+    /// A limit of this process is too low for what was asked; the sentence names it, its value and the need.
+    #[error("{0}")]
+    Limit(String),
     /// Device memory.
     #[error(transparent)]
     Memory(#[from] hw_bridge::hbm::HbmError),
     /// The system refused something.
-    #[error("{what}: {source}")]
+    #[error("{what}: {source}{}", hw_bridge::exhausted::limit_of_threads(source))]
     System {
         /// What was tried.
         what: String,
@@ -137,7 +140,7 @@ impl Error {
             ) => Status::INVALID,
             Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
             Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
-            Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
+            Error::Limit(_) | Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
             Error::Forked { .. } => Status::INVALID,
             Error::Bug(_) => Status::FAILURE,
         }

@@ -145,10 +145,9 @@ impl Tenant {
         vars: BTreeMap<String, String>,
         hbm_bytes: u64,
     ) -> Result<Arc<Tenant>, Error> {
-        let links = LinkServer::start().map_err(|e| Error::System {
-            what: "opening the link server of this process".into(),
-            source: std::io::Error::other(e.to_string()),
-        })?;
+        // The sentence of a link error names the limit behind it.
+        let links = LinkServer::start()
+            .map_err(|e| Error::Limit(format!("the link server of this process cannot be opened: {e}")))?;
         Ok(Arc::new(Tenant {
             name,
             id,

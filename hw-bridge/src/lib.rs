@@ -8,6 +8,7 @@
 //! | [`dtype`], [`mod@reduce`] | NRT data types, and vectorised arithmetic over them |
 //! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
+//! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
 //! | [`flight`] | what a lane did: counters, the last operations |
@@ -21,6 +22,7 @@
 
 pub mod device;
 pub mod dtype;
+pub mod exhausted;
 pub mod flight;
 pub mod fork;
 pub mod hbm;

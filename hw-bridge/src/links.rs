@@ -62,7 +62,7 @@ pub struct Mapped {
 #[derive(Debug, thiserror::Error)]
 pub enum LinkError {
     /// A system call failed.
-    #[error("{step} failed: {source}")]
+    #[error("{step} failed: {source}{}", crate::exhausted::limit_of_threads(source))]
     System {
         /// What was tried.
         step: &'static str,
@@ -80,6 +80,9 @@ pub enum LinkError {
         "the peer that owns the memory does not answer: {0}; its process has ended or runs in another network namespace"
     )]
     Gone(std::io::Error),
+    /// The user gave up meanwhile.
+    #[error("the link was not waited for: the communicator was aborted")]
+    Stopped,
     /// Too many grants.
     #[error("{MAX_GRANTS} links are open in this process; free communicators first")]
     TooMany,
@@ -120,7 +123,7 @@ impl LinkServer {
         let thread = std::thread::Builder::new()
             .name("wccl-links".into())
             .spawn(move || serve(&listener, &stop_copy, &for_thread))
-            .map_err(sys("starting the link server's thread (check ulimit -u)"))?;
+            .map_err(sys("starting the link server's thread"))?;
         Ok(LinkServer { name, grants, stop, thread: Some(thread) })
     }
 
@@ -257,7 +260,10 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
     out.extend_from_slice(&hbm.to_le_bytes());
     match found {
         Some(g) if status == 0 => {
-            let fds: [BorrowedFd<'_>; 2] = [g.control.fd(), g.hbm.fd()];
+            let (Some(a), Some(b)) = (g.control.fd(), g.hbm.fd()) else {
+                return Err(LinkError::Refused("its grant holds memory of another process"));
+            };
+            let fds: [BorrowedFd<'_>; 2] = [a, b];
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             control.push(SendAncillaryMessage::ScmRights(&fds));
@@ -282,19 +288,46 @@ fn bound(stream: &UnixStream, deadline: Instant) -> Result<(), LinkError> {
     stream.set_write_timeout(Some(left)).map_err(sys("setting a link's time-out"))
 }
 
+/// Waits until `stream` can be read, at most until `deadline`, or until `stop` is readable.
+fn readable(stream: &UnixStream, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<(), LinkError> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let mut fds: Vec<PollFd<'_>> = vec![PollFd::new(stream, PollFlags::IN)];
+        fds.extend(stop.map(|s| PollFd::from_borrowed_fd(s, PollFlags::IN)));
+        match poll(&mut fds, Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(sys("waiting for a link's answer")(e.into())),
+            Ok(_) if fds.get(1).is_some_and(|s| !s.revents().is_empty()) => return Err(LinkError::Stopped),
+            Ok(_) if !fds[0].revents().is_empty() => return Ok(()),
+            Ok(_) if left.is_zero() => return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into())),
+            Ok(_) => {}
+        }
+    }
+}
+
 /// Connects to an abstract name. A full backlog (the owner is stopped, or slow) is tried again until the deadline; a
 /// blocking connect would wait for ever.
-fn dial(name: &[u8], deadline: Instant) -> Result<UnixStream, LinkError> {
+fn dial(name: &[u8], stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<UnixStream, LinkError> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
     let addr = SocketAddrUnix::new_abstract_name(name).map_err(|e| sys("naming the peer's link socket")(e.into()))?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|e| sys("making a link socket (check ulimit -n)")(e.into()))?;
+        .map_err(|e| sys("making a link socket")(e.into()))?;
     loop {
         match connect(&fd, &addr) {
             Ok(()) => break,
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) if Instant::now() < deadline => {
-                std::thread::sleep(Duration::from_millis(1));
+                let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+                let mut fds: Vec<_> = stop
+                    .iter()
+                    .map(|s| rustix::event::PollFd::from_borrowed_fd(*s, rustix::event::PollFlags::IN))
+                    .collect();
+                // One millisecond, or the stop. A signal only makes the pause shorter.
+                if matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1)) {
+                    return Err(LinkError::Stopped);
+                }
             }
             Err(rustix::io::Errno::AGAIN) => return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into())),
             Err(e) => return Err(LinkError::Gone(e.into())),
@@ -305,8 +338,11 @@ fn dial(name: &[u8], deadline: Instant) -> Result<UnixStream, LinkError> {
     Ok(stream)
 }
 
-/// Presents the token in `ipc` to its owner and maps what it grants.
-pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, LinkError> {
+/// Presents the token in `ipc` to its owner and maps what it grants. Ends at `deadline`, or when `stop` becomes readable.
+///
+/// # Errors
+/// [`LinkError`]; [`LinkError::Gone`] if the owner's process has ended or does not answer.
+pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Mapped, LinkError> {
     if ipc.len() != IPC_BYTES {
         return Err(LinkError::Malformed("it is not 64 bytes"));
     }
@@ -317,7 +353,7 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     if len > IPC_BYTES - 33 || !plain(&ipc[33..33 + len]) {
         return Err(LinkError::Malformed("it names no link server"));
     }
-    let mut stream = dial(&ipc[33..33 + len], deadline)?;
+    let mut stream = dial(&ipc[33..33 + len], stop, deadline)?;
     let cred =
         socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
     let me = rustix::process::geteuid();
@@ -335,7 +371,7 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     let mut fds: Vec<OwnedFd> = Vec::with_capacity(2);
     let mut got = 0;
     while got < out.len() {
-        bound(&stream, deadline)?;
+        readable(&stream, stop, deadline)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let r = rustix::net::recvmsg(
@@ -379,10 +415,10 @@ pub fn connect(ipc: &[u8], tenant: u64, deadline: Instant) -> Result<Mapped, Lin
     let pidfd = if pid == rustix::process::getpid() {
         None
     } else {
-        Some(
-            rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty())
-                .map_err(|e| LinkError::Gone(e.into()))?,
-        )
+        Some(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map_err(|e| match e {
+            rustix::io::Errno::SRCH => LinkError::Gone(e.into()),
+            e => LinkError::System { step: "watching the peer's process", source: e.into() },
+        })?)
     };
     Ok(Mapped {
         rank: word(8),
@@ -415,7 +451,7 @@ mod tests {
         let server = LinkServer::start().unwrap();
         let g = grant(7);
         let ipc = server.grant(g.clone()).unwrap();
-        let m = connect(&ipc, 7, soon()).unwrap();
+        let m = connect(&ipc, 7, None, soon()).unwrap();
         assert_eq!((m.rank, m.control.len(), m.hbm.len()), (3, 4096, 8192));
         // SAFETY: both mappings are 8192 bytes; this thread alone uses them.
         unsafe {
@@ -424,20 +460,35 @@ mod tests {
         }
         let mut wrong = ipc;
         wrong[0] ^= 1;
-        assert!(connect(&wrong, 7, soon()).unwrap_err().to_string().contains("token is not or no longer valid"));
-        assert!(connect(&ipc, 8, soon()).unwrap_err().to_string().contains("another tenant"));
+        assert!(connect(&wrong, 7, None, soon()).unwrap_err().to_string().contains("token is not or no longer valid"));
+        assert!(connect(&ipc, 8, None, soon()).unwrap_err().to_string().contains("another tenant"));
         server.revoke(&ipc);
-        assert!(connect(&ipc, 7, soon()).is_err());
+        assert!(connect(&ipc, 7, None, soon()).is_err());
         assert_eq!(server.grants(), 0);
         drop(server);
-        assert!(matches!(connect(&ipc, 7, soon()), Err(LinkError::Gone(_))));
+        assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Gone(_))));
+    }
+
+    #[test]
+    fn a_link_to_an_owner_that_does_not_answer_is_ended_by_its_stop() {
+        // A listener that accepts nobody.
+        let name = b"wccl-00112233445566778899aabb";
+        let addr = SocketAddr::from_abstract_name(name).unwrap();
+        let _mute = UnixListener::bind_addr(&addr).unwrap();
+        let mut ipc = [0u8; IPC_BYTES];
+        ipc[32] = name.len() as u8;
+        ipc[33..33 + name.len()].copy_from_slice(name);
+        let stop = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
+        let late = Instant::now() + Duration::from_secs(600);
+        assert!(matches!(connect(&ipc, 0, Some(stop.as_fd()), late), Err(LinkError::Stopped)));
     }
 
     #[test]
     fn malformed_records_are_refused() {
-        assert!(matches!(connect(&[0; 63], 0, soon()), Err(LinkError::Malformed(_))));
-        assert!(matches!(connect(&[0; 64], 0, soon()), Err(LinkError::Malformed(_))));
-        assert!(matches!(connect(&[0xFF; 64], 0, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0; 63], 0, None, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0; 64], 0, None, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0xFF; 64], 0, None, soon()), Err(LinkError::Malformed(_))));
     }
 
     #[test]
@@ -446,6 +497,6 @@ mod tests {
         let ipc = server.grant(grant(0)).unwrap();
         let addr = SocketAddr::from_abstract_name(&server.name).unwrap();
         let _mute = UnixStream::connect_addr(&addr).unwrap();
-        assert!(connect(&ipc, 0, soon()).is_ok());
+        assert!(connect(&ipc, 0, None, soon()).is_ok());
     }
 }

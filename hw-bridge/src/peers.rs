@@ -567,6 +567,14 @@ impl<'a> LaneView<'a> {
         self.record(seq).tag.load(Ordering::Acquire) == seq
     }
 
+    /// The rank's call of operation `seq` in words, while its record is kept.
+    #[cold]
+    pub(crate) fn call(&self, seq: u64) -> Option<String> {
+        let r = self.record(seq);
+        let said = describe(r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
+        self.arrived(seq).then_some(said)
+    }
+
     /// Compares the rank's header of `seq` with ours; `Err` is the other's view in words.
     #[inline]
     pub(crate) fn same_call(&self, seq: u64, header: &OpHeader) -> Result<(), String> {
@@ -696,7 +704,7 @@ mod tests {
     }
 
     fn view(c: &Control, rank: u32, nranks: u32) -> Result<Control, SegmentError> {
-        let fd = c.segment.fd().try_clone_to_owned().unwrap();
+        let fd = c.segment.fd().unwrap().try_clone_to_owned().unwrap();
         Control::of_peer(Segment::from_peer(fd, CONTROL_BYTES as u64)?, rank, nranks)
     }
 

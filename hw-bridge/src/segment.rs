@@ -15,7 +15,8 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 /// A mapped memfd.
 #[derive(Debug)]
 pub struct Segment {
-    fd: OwnedFd,
+    /// Absent for a peer's: the mapping is all that is needed of it, and a rank has many peers.
+    fd: Option<OwnedFd>,
     map: MmapRaw,
 }
 
@@ -23,9 +24,7 @@ pub struct Segment {
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
     /// The kernel refused one of the steps.
-    #[error(
-        "{step} of a {bytes}-byte memory region failed: {source}; check the limits of open files (ulimit -n), address space (ulimit -v) and memory"
-    )]
+    #[error("{step} of a {bytes}-byte memory region failed: {source}{}", crate::exhausted::limit_behind(source))]
     System {
         /// What was tried.
         step: &'static str,
@@ -51,10 +50,11 @@ impl Segment {
     pub fn create(name: &str, len: u64) -> Result<Segment, SegmentError> {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|e| sys("creation", len, e))?;
+        crate::exhausted::file_of(len).map_err(|e| sys("sizing", len, e))?;
         rustix::fs::ftruncate(&fd, len).map_err(|e| sys("sizing", len, e))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|e| sys("sealing", len, e))?;
-        Self::map(fd, len)
+        Ok(Segment { map: Self::map(&fd, len)?, fd: Some(fd) })
     }
 
     /// Maps a descriptor that a peer passed. Refuses one whose size is not `len` or that is not sealed, because an
@@ -69,20 +69,19 @@ impl Segment {
         if stat.st_size as u64 != len {
             return Err(SegmentError::Foreign(format!("it has {} bytes, {len} were announced", stat.st_size)));
         }
-        Self::map(fd, len)
+        Ok(Segment { map: Self::map(&fd, len)?, fd: None })
     }
 
     /// Maps another process's segment to look at it, without being able to write.
     pub fn watch(fd: OwnedFd) -> Result<Segment, SegmentError> {
         let len = rustix::fs::fstat(&fd).map_err(|e| sys("inspection", 0, e))?.st_size as u64;
         let map = MmapOptions::new().map_raw_read_only(&fd).map_err(|e| sys("mapping", len, e))?;
-        Ok(Segment { fd, map })
+        Ok(Segment { map, fd: None })
     }
 
-    fn map(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
+    fn map(fd: &OwnedFd, len: u64) -> Result<MmapRaw, SegmentError> {
         let size = usize::try_from(len).map_err(|_| sys("mapping", len, std::io::ErrorKind::InvalidInput))?;
-        let map = MmapOptions::new().len(size).map_raw(&fd).map_err(|e| sys("mapping", len, e))?;
-        Ok(Segment { fd, map })
+        MmapOptions::new().len(size).map_raw(fd).map_err(|e| sys("mapping", len, e))
     }
 
     /// First byte. Valid for [`Segment::len`] bytes while `self` lives.
@@ -100,9 +99,14 @@ impl Segment {
         self.len() == 0
     }
 
-    /// The descriptor, to be passed to a peer that was granted the region.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// The descriptor, to be passed to a peer that was granted the region; none for a peer's region.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
+    /// The descriptor, for its owner's own calls.
+    fn own(&self, step: &'static str, len: u64) -> Result<BorrowedFd<'_>, SegmentError> {
+        self.fd().ok_or_else(|| sys(step, len, std::io::ErrorKind::PermissionDenied))
     }
 
     /// Allocates the pages of a range now, so that running out of memory is an error here and not a fault later.
@@ -110,8 +114,9 @@ impl Segment {
         if len == 0 {
             return Ok(());
         }
+        let fd = self.own("allocation", len)?;
         loop {
-            match rustix::fs::fallocate(&self.fd, FallocateFlags::empty(), offset, len) {
+            match rustix::fs::fallocate(fd, FallocateFlags::empty(), offset, len) {
                 Err(rustix::io::Errno::INTR) => {}
                 r => return r.map_err(|e| sys("allocation", len, e)),
             }
@@ -124,7 +129,13 @@ impl Segment {
             return Ok(());
         }
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&self.fd, flags, offset, len).map_err(|e| sys("release", len, e))
+        let fd = self.own("release", len)?;
+        loop {
+            match rustix::fs::fallocate(fd, flags, offset, len) {
+                Err(rustix::io::Errno::INTR) => {}
+                r => return r.map_err(|e| sys("release", len, e)),
+            }
+        }
     }
 
     /// Checked pointer to `len` bytes at `offset`; `None` if they are not all inside.
@@ -149,14 +160,15 @@ mod tests {
         assert!(s.at(u64::MAX, 2).is_none());
         // SAFETY: the segment is 8192 bytes and nobody else maps it.
         unsafe { assert!(std::slice::from_raw_parts(s.base(), 8192).iter().all(|b| *b == 0)) };
-        assert!(rustix::fs::ftruncate(s.fd(), 4096).is_err());
-        assert!(rustix::fs::ftruncate(s.fd(), 16384).is_err());
+        assert!(rustix::fs::ftruncate(s.fd().unwrap(), 4096).is_err());
+        assert!(rustix::fs::ftruncate(s.fd().unwrap(), 16384).is_err());
     }
 
     #[test]
     fn a_second_mapping_sees_the_bytes_and_a_release_zeroes_them() {
         let a = Segment::create("test", 8192).unwrap();
-        let b = Segment::from_peer(a.fd().try_clone_to_owned().unwrap(), 8192).unwrap();
+        let b = Segment::from_peer(a.fd().unwrap().try_clone_to_owned().unwrap(), 8192).unwrap();
+        assert!(b.fd().is_none() && b.commit(0, 4096).is_err() && b.release(0, 4096).is_err());
         // SAFETY: both mappings are 8192 bytes long and used by this thread alone.
         unsafe {
             a.base().add(5000).write_volatile(7);
@@ -174,7 +186,7 @@ mod tests {
         let e = Segment::from_peer(fd, 4096).unwrap_err().to_string();
         assert!(e.contains("not sealed"), "{e}");
         let s = Segment::create("test", 4096).unwrap();
-        let e = Segment::from_peer(s.fd().try_clone_to_owned().unwrap(), 8192).unwrap_err().to_string();
+        let e = Segment::from_peer(s.fd().unwrap().try_clone_to_owned().unwrap(), 8192).unwrap_err().to_string();
         assert!(e.contains("4096 bytes, 8192"), "{e}");
     }
 }

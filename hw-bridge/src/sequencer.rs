@@ -436,11 +436,11 @@ pub enum OpError {
 }
 
 fn absent_list(absent: &[Absent]) -> String {
-    let ranks: Vec<String> = absent.iter().map(|a| a.rank.to_string()).collect();
-    let each: Vec<String> = absent.iter().map(|a| format!("rank {} (pid {}): {}", a.rank, a.pid, a.last)).collect();
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let plural = if ranks.len() > 1 { "s" } else { "" };
-    format!("rank{plural} {} on {host}: {}", ranks.join(", "), each.join("; "))
+    // Linked peers are on this machine.
+    let uname = rustix::system::uname();
+    let host = uname.nodename().to_string_lossy();
+    let each = absent.iter().map(|a| format!("rank {} (host {host}, pid {}): {}", a.rank, a.pid, a.last));
+    each.collect::<Vec<_>>().join("; ")
 }
 
 /// One rank's data plane of one communicator: what its lanes share.
@@ -1024,8 +1024,18 @@ impl Lane {
             let (rank, mine) = (self.endpoint.rank, s.header.to_string());
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
-        if self.of(p).aside(seq).digest != self.digest ^ self.endpoint.plan.load(Ordering::Acquire) {
-            let (rank, mine) = (self.endpoint.rank, s.header.to_string());
+        let plan = self.endpoint.plan.load(Ordering::Acquire);
+        if self.of(p).aside(seq).digest != self.digest ^ plan {
+            let rank = self.endpoint.rank;
+            // Where it began, if that is not long ago: in a one-way operation the two need not have met.
+            let began = (seq.saturating_sub(SLOTS as u64 - 1).max(1)..seq).find_map(|at| {
+                let (mine, theirs) = (self.mine().call(at)?, self.of(p).call(at)?);
+                (mine != theirs).then_some(OpError::Mismatch { rank, seq: at, mine, peer, theirs })
+            });
+            if let Some(e) = began {
+                return Err(e);
+            }
+            let mine = s.header.to_string();
             let theirs =
                 format!("{mine} after other operations than ours, on other rings, or by another WCCL_TUNE_FILE");
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });

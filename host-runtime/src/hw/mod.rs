@@ -168,14 +168,20 @@ impl links::Host for HostState {
         };
         if !comm.endpoint.linked(peer) {
             let deadline = self.deadline(deadline_ms);
-            let linked = hw_bridge::links::connect(&ipc, self.tenant.id, deadline)
-                .map_err(|e| e.to_string())
-                .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(|e| e.to_string()));
+            use hw_bridge::links::LinkError;
+            let linked = hw_bridge::links::connect(&ipc, self.tenant.id, Some(self.abort.event()), deadline)
+                .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(LinkError::Segment));
             match linked {
                 Ok(p) => comm.endpoint.link(p),
-                Err(why) => {
+                Err(e) => {
+                    // A peer that is gone is the same kind of failure whether a socket or a link tells.
+                    let (status, why) = match e {
+                        LinkError::Gone(_) => (Status::CLOSED, e.to_string()),
+                        LinkError::Stopped => (Status::CLOSED, format!("{e}: {}", self.abort.reason())),
+                        _ => (Status::FAILURE, e.to_string()),
+                    };
                     let why = format!("no link from rank {} to rank {peer}: {why}", comm.rank);
-                    return Ok(Err(self.fail(Status::FAILURE, why)));
+                    return Ok(Err(self.fail(status, why)));
                 }
             }
         }

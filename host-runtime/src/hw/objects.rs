@@ -66,7 +66,12 @@ pub struct RegionObject(pub u64);
 pub struct ListenerObject(pub std::net::TcpListener);
 /// A connected bootstrap socket.
 #[derive(Debug)]
-pub struct ConnectionObject(pub std::net::TcpStream);
+pub struct ConnectionObject {
+    /// The socket.
+    pub stream: std::net::TcpStream,
+    /// What came for a receive that timed out; the next one begins with it.
+    pub early: Vec<u8>,
+}
 
 /// What of a communicator lives on the host: everything that must survive its plugin.
 #[derive(Debug)]

@@ -19,6 +19,10 @@ const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
 /// Host names one tenant looks up at a time.
 const MAX_RESOLVING: usize = 4;
+/// A wait of at most this many milliseconds is a look: that it finds nothing, or a peer gone, is no failure to report.
+const LOOK_MS: u32 = 50;
+/// Longest attempt to connect: time for a lost packet to be sent again twice.
+const ATTEMPT: Duration = Duration::from_secs(4);
 /// First pause between two attempts to connect or bind; doubles up to the second.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
 
@@ -101,8 +105,18 @@ impl HostState {
         }
     }
 
-    fn late<T>(&mut self, what: String) -> Answer<T> {
-        Err(self.fail(Status::TIMEOUT, what))
+    fn late<T>(&mut self, ms: u32, what: impl FnOnce() -> String) -> Answer<T> {
+        if ms <= LOOK_MS {
+            return Err(Status::TIMEOUT.into());
+        }
+        Err(self.fail(Status::TIMEOUT, what()))
+    }
+
+    fn gone<T>(&mut self, ms: u32, what: String) -> Answer<T> {
+        if ms <= LOOK_MS {
+            return Err(Status::CLOSED.into());
+        }
+        Err(self.fail(Status::CLOSED, what))
     }
 
     fn closed<T>(&mut self, what: &str) -> Answer<T> {
@@ -123,19 +137,16 @@ impl HostState {
     }
 
     fn socket_error<T>(&mut self, what: String, e: &std::io::Error) -> Answer<T> {
-        let hint = match e.raw_os_error() {
-            Some(24) => "; the process is out of file descriptors (ulimit -n)",
-            Some(23) => "; the machine is out of file descriptors",
-            _ => "",
-        };
-        Err(self.fail(Status::FAILURE, format!("{what} failed: {e}{hint}")))
+        let limit = hw_bridge::exhausted::limit_behind(e);
+        let status = if limit.is_empty() { Status::FAILURE } else { Status::RESOURCE };
+        Err(self.fail(status, format!("{what} failed: {e}{limit}")))
     }
 
     fn new_connection(&mut self, stream: TcpStream) -> Answer<Resource<ConnectionObject>> {
         if let Err(e) = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)) {
             return self.socket_error("setting up a connection".into(), &e);
         }
-        let r = self.add(ConnectionObject(stream))?;
+        let r = self.add(ConnectionObject { stream, early: Vec::new() })?;
         self.sockets += 1;
         Ok(r)
     }
@@ -153,8 +164,9 @@ impl HostState {
                     Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
                     Wait::Aborted => return self.closed("listening"),
                     Wait::Late => {
-                        return self
-                            .late(format!("{addr} stayed in use; another job listens there, choose another port"));
+                        return self.late(ms, || {
+                            format!("{addr} stayed in use; another job listens there, choose another port")
+                        });
                     }
                 },
                 Err(e) => return self.socket_error(format!("listening on {addr}"), &e),
@@ -186,7 +198,9 @@ impl HostState {
                     Wait::Aborted => return Ok(self.closed("waiting for an incoming connection")),
                     Wait::Late => {
                         let at = listener.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
-                        return Ok(self.late(format!("Timeout waiting for incoming connection on {at} after {ms} ms")));
+                        return Ok(
+                            self.late(ms, || format!("Timeout waiting for incoming connection on {at} after {ms} ms"))
+                        );
                     }
                 },
                 // The connection was gone before it was accepted, or a signal came: look again.
@@ -197,18 +211,44 @@ impl HostState {
         Ok(self.new_connection(accepted).map(|c| (c, encode(&addr))))
     }
 
+    /// One attempt to connect, ended by the deadline, by [`ATTEMPT`], or by the abort (then `None`).
+    fn attempt(&self, addr: &SocketAddr, until: Instant) -> Option<std::io::Result<TcpStream>> {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+        let family = if addr.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let stream = match socket_with(family, SocketType::STREAM, flags, None) {
+            Ok(fd) => TcpStream::from(fd),
+            Err(e) => return Some(Err(e.into())),
+        };
+        match connect(&stream, addr) {
+            Ok(()) => return Some(Ok(stream)),
+            // A signal does not end the attempt, it goes on as if the socket had said so.
+            Err(rustix::io::Errno::INPROGRESS | rustix::io::Errno::INTR) => {}
+            Err(e) => return Some(Err(e.into())),
+        }
+        match self.wait(&stream, PollFlags::OUT, until.min(Instant::now() + ATTEMPT)) {
+            Wait::Aborted => None,
+            Wait::Late => Some(Err(ErrorKind::TimedOut.into())),
+            Wait::Ready => Some(match stream.take_error() {
+                Ok(None) => Ok(stream),
+                Ok(Some(e)) | Err(e) => Err(e),
+            }),
+        }
+    }
+
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
         self.socket_quota()?;
         let addr = self.address(address)?;
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let mut told = false;
+        // What is behind it, even if the other side has gone meanwhile.
+        let mut starved = None;
         loop {
-            let left = until.saturating_duration_since(Instant::now()).min(Duration::from_secs(1));
-            let tried = TcpStream::connect_timeout(&addr, left.max(Duration::from_millis(1)));
-            let e = match tried {
-                Ok(stream) => return self.new_connection(stream),
-                Err(e) => e,
+            let e = match self.attempt(&addr, until) {
+                Some(Ok(stream)) => return self.new_connection(stream),
+                Some(Err(e)) => e,
+                None => return self.closed(&format!("connecting to {addr}")),
             };
             let again = matches!(
                 e.kind(),
@@ -228,13 +268,21 @@ impl HostState {
                 tracing::debug!("Connect to {addr} failed - retrying ({e})");
                 told = true;
             }
+            if e.kind() == ErrorKind::AddrNotAvailable {
+                starved = Some(e.to_string());
+            }
             match self.pause(pause, until) {
                 Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
                 Wait::Aborted => return self.closed(&format!("connecting to {addr}")),
                 Wait::Late => {
-                    return self.late(format!(
-                        "Connect to {addr} failed for {ms} ms ({e}); is the rank that listens there running?"
-                    ));
+                    let hint = if starved.is_some() {
+                        "no local port towards it is free, many wait to be used again: widen net.ipv4.ip_local_port_range, \
+                         or join less often"
+                    } else {
+                        "is the rank that listens there running?"
+                    };
+                    let e = starved.unwrap_or_else(|| e.to_string());
+                    return self.late(ms, || format!("Connect to {addr} failed for {ms} ms ({e}); {hint}"));
                 }
             }
         }
@@ -244,20 +292,21 @@ impl HostState {
         let until = self.deadline(ms);
         let mut sent = 0;
         while sent < data.len() {
-            let mut stream = &self.table.get(handle)?.0;
+            let mut stream = &self.table.get(handle)?.stream;
             match stream.write(&data[sent..]) {
                 Ok(n) => sent += n,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::OUT, until) {
                     Wait::Ready => {}
                     Wait::Aborted => return Ok(self.closed("sending")),
-                    Wait::Late => return Ok(self.late(format!("Timeout sending {} bytes after {ms} ms", data.len()))),
+                    Wait::Late => {
+                        let what = || format!("Timeout sending {} bytes after {ms} ms", data.len());
+                        return Ok(self.late(ms, what));
+                    }
                 },
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => {
                     let who = peer_name(stream);
-                    return Ok(Err(
-                        self.fail(Status::CLOSED, format!("TX, connection closed by remote peer {who}: {e}"))
-                    ));
+                    return Ok(self.gone(ms, format!("TX, connection closed by remote peer {who}: {e}")));
                 }
             }
         }
@@ -266,15 +315,22 @@ impl HostState {
 
     fn do_recv(&mut self, handle: &Resource<ConnectionObject>, bytes: u32, ms: u32) -> Trap<Answer<Vec<u8>>> {
         let until = self.deadline(ms);
-        let mut data = vec![0u8; bytes as usize];
-        let mut got = 0;
+        let conn = self.table.get_mut(handle)?;
+        // What came for an earlier receive that timed out is where this one begins.
+        let mut data = std::mem::take(&mut conn.early);
+        let mut got = data.len();
+        if got > bytes as usize {
+            conn.early = data.split_off(bytes as usize);
+            return Ok(Ok(data));
+        }
+        data.resize(bytes as usize, 0);
         while got < data.len() {
-            let mut stream = &self.table.get(handle)?.0;
+            let mut stream = &self.table.get(handle)?.stream;
             match stream.read(&mut data[got..]) {
                 Ok(0) => {
                     let who = peer_name(stream);
                     let why = format!("RX, connection closed by remote peer {who} after {got} of {bytes} bytes");
-                    return Ok(Err(self.fail(Status::CLOSED, why)));
+                    return Ok(self.gone(ms, why));
                 }
                 Ok(n) => got += n,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::IN, until) {
@@ -282,16 +338,17 @@ impl HostState {
                     Wait::Aborted => return Ok(self.closed("receiving")),
                     Wait::Late => {
                         let who = peer_name(stream);
-                        return Ok(self
-                            .late(format!("Timeout waiting for RX from {who}: {got} of {bytes} bytes after {ms} ms")));
+                        data.truncate(got);
+                        self.table.get_mut(handle)?.early = data;
+                        return Ok(self.late(ms, || {
+                            format!("Timeout waiting for RX from {who}: {got} of {bytes} bytes after {ms} ms")
+                        }));
                     }
                 },
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => {
                     let who = peer_name(stream);
-                    return Ok(Err(
-                        self.fail(Status::CLOSED, format!("RX, connection closed by remote peer {who}: {e}"))
-                    ));
+                    return Ok(self.gone(ms, format!("RX, connection closed by remote peer {who}: {e}")));
                 }
             }
         }
@@ -342,7 +399,7 @@ impl Host for HostState {
         match rx.recv_timeout(wait) {
             Ok(Ok(found)) => Ok(Ok(found.iter().map(encode).collect())),
             Ok(Err(e)) => Ok(self.socket_error(format!("looking up host name {host}"), &e)),
-            Err(_) => Ok(self.late(format!("looking up host name {host} took longer than {ms} ms"))),
+            Err(_) => Ok(self.late(ms, || format!("looking up host name {host} took longer than {ms} ms"))),
         }
     }
 

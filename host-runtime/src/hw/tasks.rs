@@ -54,7 +54,8 @@ impl HostState {
             match AbortToken::new() {
                 Ok(a) => a,
                 Err(e) => {
-                    let why = format!("a task's abort event could not be made: {e} (check ulimit -n)");
+                    let limit = hw_bridge::exhausted::limit_behind(&e);
+                    let why = format!("a task's abort event could not be made: {e}{limit}");
                     return Err(self.fail(Status::RESOURCE, why));
                 }
             }
@@ -103,7 +104,8 @@ impl HostState {
                 Ok(())
             }
             Err(e) => {
-                Err(self.fail(Status::RESOURCE, format!("a task's thread could not be started: {e} (check ulimit -u)")))
+                let limit = hw_bridge::exhausted::limit_of_threads(&e);
+                Err(self.fail(Status::RESOURCE, format!("a task's thread could not be started: {e}{limit}")))
             }
         }
     }

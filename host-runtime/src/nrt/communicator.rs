@@ -96,12 +96,13 @@ impl Communicator {
         };
         let inner = &runtime.0;
         let loaded = inner.forward.guarded("neuronInitComm")?;
+        // Counted before the start: running out in the middle would look like a failure of whatever comes last.
+        hw_bridge::exhausted::room_for(descriptors(rank, n))
+            .map_err(|why| Error::Limit(format!("rank {rank} of {n} cannot join: it {why}")))?;
         let abort = match o.abort {
             Some(a) => a,
-            None => AbortToken::new().map_err(|source| Error::System {
-                what: "making the abort event of a communicator (check ulimit -n)".into(),
-                source,
-            })?,
+            None => AbortToken::new()
+                .map_err(|source| Error::System { what: "making the abort event of a communicator".into(), source })?,
         };
         // The library answers for a rank outside the world; the device only needs a place that exists.
         let dev = match device {
@@ -367,6 +368,15 @@ impl Communicator {
     pub fn tensor(&self, bytes: u64) -> Result<Tensor, Error> {
         Ok(Tensor(self.core().endpoint.hbm().alloc(bytes)?))
     }
+}
+
+/// File descriptors that a communicator of `n` ranks needs on `rank`: for each peer a handle of its process and the two
+/// bootstrap connections of the link exchange; the ring, listeners, events and memory of the rank itself; on rank 0 the root's
+/// connections.
+fn descriptors(rank: usize, n: usize) -> u64 {
+    const OWN: u64 = 16;
+    let n = n as u64;
+    OWN + 3 * n.saturating_sub(1) + if rank == 0 { n } else { 0 }
 }
 
 /// Checks a message against its entry's limit before it is lowered into the guest.

@@ -185,11 +185,13 @@ impl Drop for Inner {
 impl Runtime {
     /// Builds the device model, then makes the one attempt to load the collectives library, then the soft step for the net
     /// component. A failed load does not fail this: [`Runtime::load_error`] tells, and collectives answer NRT_FAILURE
-    /// (INV-06, INV-18).
+    /// (INV-06, INV-18). Raises this process's soft limit of file descriptors to the hard one.
     ///
     /// # Errors
-    /// [`Error::Config`] for a device that cannot be, [`Error::System`] for a process that is out of resources.
+    /// [`Error::Config`] for a device that cannot be, [`Error::Limit`] for a process that is out of resources.
     pub fn open(config: RuntimeConfig) -> Result<Runtime, Error> {
+        // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
+        hw_bridge::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
         // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
         let socket_ms =

@@ -54,10 +54,10 @@ fn shared() -> Result<&'static Shared, String> {
                 Engine::new(&config()).map_err(|e| format!("the WebAssembly engine could not be made: {e:#}"))?;
             let shared: &'static Shared =
                 Box::leak(Box::new(Shared { engine, active: Mutex::new(0), wake: Condvar::new() }));
-            std::thread::Builder::new()
-                .name("wccl-ticker".into())
-                .spawn(move || tick(shared))
-                .map_err(|e| format!("the deadline ticker could not be started: {e} (check ulimit -u)"))?;
+            std::thread::Builder::new().name("wccl-ticker".into()).spawn(move || tick(shared)).map_err(|e| {
+                let limit = hw_bridge::exhausted::limit_of_threads(&e);
+                format!("the deadline ticker could not be started: {e}{limit}")
+            })?;
             Ok(shared)
         })
         .clone()

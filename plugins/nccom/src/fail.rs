@@ -19,6 +19,34 @@ pub enum Code {
     Other(u32),
 }
 
+impl Code {
+    /// The NRT_STATUS number.
+    pub fn number(self) -> u32 {
+        match self {
+            Code::Failure => 1,
+            Code::Invalid => 2,
+            Code::InvalidHandle => 3,
+            Code::Timeout => 5,
+            Code::Uninitialized => 13,
+            Code::Closed => 14,
+            Code::Other(n) => n,
+        }
+    }
+
+    /// The code of a number that a peer sent. Success is no failure, so it counts as the general one.
+    pub fn of_number(n: u32) -> Code {
+        match n {
+            0 | 1 => Code::Failure,
+            2 => Code::Invalid,
+            3 => Code::InvalidHandle,
+            5 => Code::Timeout,
+            13 => Code::Uninitialized,
+            14 => Code::Closed,
+            n => Code::Other(n),
+        }
+    }
+}
+
 /// A failure with its sentence. An empty sentence means the host has already said why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
@@ -26,12 +54,24 @@ pub struct Failure {
     pub code: Code,
     /// What failed, where, what was expected, what to do.
     pub text: String,
+    /// The sentence of the rank where it began, if that was another: it is handed on as it came.
+    pub origin: Option<String>,
 }
 
 impl Failure {
     /// A failure.
     pub fn new(code: Code, text: impl Into<String>) -> Failure {
-        Failure { code, text: text.into() }
+        Failure { code, text: text.into(), origin: None }
+    }
+
+    /// A failure that began on another rank, whose sentence is `said`.
+    pub fn of_peer(code: Code, said: String) -> Failure {
+        Failure { code, text: format!("the bootstrap of the group ended: {said}"), origin: Some(said) }
+    }
+
+    /// What other ranks are told.
+    pub fn told(&self) -> &str {
+        self.origin.as_deref().unwrap_or(&self.text)
     }
 
     /// Puts what was being done before the sentence.

@@ -56,7 +56,8 @@ pub(crate) fn var(name: &str) -> Option<String> {
 /// The file that a granted variable names, if the variable is set.
 pub(crate) fn granted_file(name: &str) -> Result<Option<String>, Failure> {
     let Some(path) = var(name) else { return Ok(None) };
-    let bytes = files::read(name)?;
+    let bytes =
+        files::read(name).map_err(|s| Failure::from(s).during(&format!("reading the file {path}, named by {name}")))?;
     let text =
         String::from_utf8(bytes).map_err(|_| invalid(format!("the file {path}, named by {name}, is not text")))?;
     Ok(Some(text))
@@ -129,8 +130,8 @@ impl Sockets for HostSockets {
 /// link-local addresses only if asked for by name; loopback last.
 pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
     let all = sockets::interfaces();
-    let loopback_root = towards
-        .is_some_and(|a| if a.is_v6() { a.0[8..23].iter().all(|b| *b == 0) && a.0[23] == 1 } else { a.0[4] == 127 });
+    let loopback_root = towards.is_some_and(Address::is_loopback);
+    let link_local_root = towards.is_some_and(Address::is_link_local);
     let names = var("CCOM_SOCKET_IFNAME");
     if let Some(n) = &names {
         info(&format!("NCCL_SOCKET_IFNAME set by environment to {n}"));
@@ -152,7 +153,7 @@ pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
     let mut fit: Vec<_> = all
         .iter()
         .filter(|i| named(&i.name) != Some(false))
-        .filter(|i| !i.link_local || named(&i.name) == Some(true))
+        .filter(|i| !i.link_local || named(&i.name) == Some(true) || link_local_root)
         .filter(|i| family.is_none_or(|v6| (i.address[0] == 10) == v6))
         .filter(|i| !loopback_root || i.loopback)
         .collect();
@@ -161,18 +162,39 @@ pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
     let Some(found) = fit.first() else {
         let there: Vec<String> = all
             .iter()
-            .filter_map(|i| Address::from_slice(&i.address).ok().map(|a| format!("{} ({a})", i.name)))
+            .filter_map(|i| Address::from_slice(&i.address).ok().map(|a| format!("{} ({})", i.name, a.ip())))
             .collect();
-        let why = match &names {
-            Some(n) => format!("CCOM_SOCKET_IFNAME={n} matches none of them"),
-            None => "none of them fits the address family asked for or the root's".into(),
+        let of = |v6: bool| if v6 { "IPv6" } else { "IPv4" };
+        let why = match (&names, towards, var("CCOM_SOCKET_FAMILY")) {
+            (Some(n), ..) if !all.iter().any(|i| named(&i.name) == Some(true)) => {
+                format!("CCOM_SOCKET_IFNAME={n} matches none of them")
+            }
+            (_, Some(root), Some(asked)) => {
+                format!("CCOM_SOCKET_FAMILY={asked} is asked for, and the root {root} is {}", of(root.is_v6()))
+            }
+            (_, Some(root), None) => {
+                let local = if loopback_root { " and loopback" } else { "" };
+                format!("the root {root} is {}{local}, and none of them that may be used is", of(root.is_v6()))
+            }
+            (_, None, Some(asked)) => format!("CCOM_SOCKET_FAMILY={asked} is asked for"),
+            (_, None, None) => "all of them are link-local; name one in CCOM_SOCKET_IFNAME to use it".into(),
         };
         return Err(invalid(format!(
             "NET/Socket : No usable listening interface found: this machine has {}; {why}",
-            there.join(", ")
+            if there.is_empty() { "none that is up and carries an address".into() } else { there.join(", ") }
         )));
     };
     let address = Address::from_slice(&found.address)?;
+    if let Some(root) = towards
+        && address.is_loopback()
+        && !loopback_root
+    {
+        warn(&format!(
+            "the bootstrap address of this rank is loopback ({}) while the root is at {root}: ranks on other machines cannot \
+             connect to it; name another interface in CCOM_SOCKET_IFNAME",
+            address.ip()
+        ));
+    }
     info(&format!("Bootstrap : Using {}:{address}", found.name));
     Ok(address)
 }

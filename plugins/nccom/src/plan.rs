@@ -8,8 +8,8 @@ use crate::bindings::neuron::hw::objects::{Communicator, Connector};
 use crate::bindings::neuron::hw::{clock, identity, links, random, rendezvous, sockets, tasks};
 use crate::bindings::neuron::nrt::{nec, nrt};
 use crate::bootstrap::group::{Group, Join};
-use crate::bootstrap::root::{Duty, serve, serve_local};
-use crate::bootstrap::wire::{Address, RootId, parse_root_id, u32_at, u64_at};
+use crate::bootstrap::root::{Duty, claim, serve, serve_local, withdraw};
+use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id, u32_at, u64_at};
 use crate::connect::{self, Edge};
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostLinks, HostMachine, HostSockets, granted_file, info, interface, socket_timeout, var, warn};
@@ -56,14 +56,14 @@ pub(crate) fn unique_id(nranks: i32) -> Result<[u8; 128], Failure> {
         .filter(|n| *n > 0)
         .ok_or_else(|| invalid(format!("a group of {nranks} ranks cannot be")))?;
     let ms = socket_timeout()?;
-    start_root(&interface(None)?, n, ms).map(|a| a.to_id())
+    start_root(&interface(None)?, n, ms, ms).map(|a| a.to_id())
 }
 
-/// Listens at `at` and moves the listener to a root task.
-fn start_root(at: &Address, nranks: u32, ms: u32) -> Result<Address, Failure> {
+/// Listens at `at`, which may stay in use for `listen_ms`, and moves the listener to a root task whose waits last `ms`.
+fn start_root(at: &Address, nranks: u32, ms: u32, listen_ms: u32) -> Result<Address, Failure> {
     // The count is a value beside the status, never the status itself (C-02).
     nrt::nrt_get_total_vnc_count().map_err(|s| Failure::from(s).during("asking for the number of logical cores"))?;
-    let listener = sockets::listen(&at.0, ms)
+    let listener = sockets::listen(&at.0, listen_ms)
         .map_err(|s| Failure::from(s).during(&format!("starting the bootstrap root at {at}")))?;
     let real = Address::from_slice(&sockets::local_address(&listener))?;
     let state = [nranks.to_le_bytes(), ms.to_le_bytes()].concat();
@@ -124,21 +124,44 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
             (root.to_id().to_vec(), root)
         }
     };
-    let here = interface(Some(&root))?;
-    let mut at = root;
-    if hierarchical {
-        at = local_root(&id, &root, &here, rank, nranks, vnc, ms)?;
-    }
-    let hash = if global { Some(hash_tag()?) } else { None };
-    let join = Join { root: at, interface: here, rank, nranks, hash, timeout_ms: ms };
+    let prepared = (|| {
+        let here = interface(Some(&root))?;
+        if hierarchical && here.is_loopback() {
+            warn(
+                "the group is over more than one server and this rank's bootstrap address is loopback; servers on other machines cannot reach it (CCOM_SOCKET_IFNAME)",
+            );
+        }
+        let at = if hierarchical { local_root(&id, &root, &here, rank, nranks, vnc, ms)? } else { root };
+        let hash = if global { Some(hash_tag()?) } else { None };
+        Ok(Join { root: at, interface: here, rank, nranks, hash, timeout_ms: ms })
+    })();
+    // The others wait at the root for this rank: they learn at once that it will not come.
+    let join = prepared.inspect_err(|e| withdraw(&HostSockets, &root, rank, nranks, e, ms))?;
     let mut group = Group::join(&HostSockets, &join)?;
-    let mine = record(i.dev, rank, &id)?;
+    // From here on the ring tells them.
+    let made = make(i, &mut group, rank, nranks, &id, ms).inspect_err(|e| group.give_up(&HostSockets, e));
+    let (comm, mut plan) = made?;
+    plan.group = Some(group);
+    Ok((comm, plan))
+}
+
+/// What follows the bootstrap: peer records, the host's object, topology.
+fn make(
+    i: &Init<'_>,
+    group: &mut Group<HostSockets>,
+    rank: usize,
+    nranks: usize,
+    id: &[u8],
+    ms: u32,
+) -> Result<(Communicator, Plan), Failure> {
+    let mine = record(i.dev, rank, id)?;
     let all = group.all_gather(&HostSockets, &mine.encode(), "initTransportRank AllGather1")?;
     let records: Vec<PeerRecord> =
         all.chunks(RECORD_BYTES).enumerate().map(|(r, b)| PeerRecord::decode(b, r)).collect::<Result<_, _>>()?;
-    let comm = Communicator::create(i.rank, i.nranks)?;
+    let comm = Communicator::create(i.rank, i.nranks)
+        .map_err(|s| Failure::from(s).during("making the communicator's memory and control block on the host"))?;
     let head = Head { rank, nranks, cluster_id: group.cluster_id, epoch: group.epoch, dev: i.dev.nec_dev_id };
-    let plan = Plan::of_records(head, records, Some(group), ms)?;
+    let plan = Plan::of_records(head, records, ms)?;
     Ok((comm, plan))
 }
 
@@ -146,7 +169,7 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
 fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Result<Address, Failure> {
     let text = match text.filter(|t| !t.is_empty()) {
         Some(t) => t,
-        None if nranks == 1 => return start_root(&interface(None)?, 1, ms),
+        None if nranks == 1 => return start_root(&interface(None)?, 1, ms, ms),
         None => {
             return Err(invalid(
                 "COMM_ID must be specified: set NEURON_RT_ROOT_COMM_ID to <host>:<port> of rank 0, the same on all ranks",
@@ -159,16 +182,47 @@ fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Resul
         RootId::Name(host, port) => {
             let found = sockets::resolve(&host, port, ms)?;
             let first = found.first().ok_or_else(|| invalid(format!("host name {host} has no address")))?;
-            Address::from_slice(first)?
+            let root = Address::from_slice(first)?;
+            if root.is_loopback() && host != "localhost" {
+                warn(&format!(
+                    "the root's host name {host} means {} here, a loopback address: ranks on other machines cannot connect to \
+                     it; correct the name's entry (/etc/hosts), or give the root's address instead",
+                    root.ip()
+                ));
+            }
+            root
         }
     };
     if root.port() == 0 {
         return Err(invalid(format!("Invalid Comm Id [{text}]: the port must not be 0, every rank has to know it")));
     }
     if rank == 0 {
-        start_root(&root, nranks as u32, ms)?;
+        start_known_root(&root, nranks, ms)?;
     }
     Ok(root)
+}
+
+/// The root at a place that all ranks know. If the place stays taken, its owner is asked whether it is the root of this
+/// group: then two processes say that they are rank 0, and both learn it. The root of a group that is over says so, and is
+/// waited for.
+fn start_known_root(root: &Address, nranks: usize, ms: u32) -> Result<Address, Failure> {
+    const ASK_AFTER_MS: u32 = 2_000;
+    let until = clock::monotonic_ns() / 1_000_000 + u64::from(ms);
+    loop {
+        let left = until.saturating_sub(clock::monotonic_ns() / 1_000_000) as u32;
+        // The last attempt leaves the host's sentence.
+        if left <= ASK_AFTER_MS {
+            return start_root(root, nranks as u32, ms, left.max(1));
+        }
+        match start_root(root, nranks as u32, ms, ASK_AFTER_MS) {
+            Err(e) if e.code == Code::Timeout => {}
+            answer => return answer,
+        }
+        let listener = sockets::listen(&interface(Some(root))?.with_port(0).0, ms)?;
+        let listen = Address::from_slice(&sockets::local_address(&listener))?;
+        let info = Info { rank: 0, nranks: nranks as i32, listen, hash: Some(hash_tag()?) };
+        claim(&HostSockets, root, &info, ASK_AFTER_MS)?;
+    }
 }
 
 /// The server's local root: started by its first rank, found by the others under the id. Servers hold blocks of `vnc` ranks.
@@ -250,12 +304,7 @@ struct Head {
 
 impl Plan {
     /// Everything that follows from the records: device maps, topology, layout, pods.
-    fn of_records(
-        h: Head,
-        records: Vec<PeerRecord>,
-        group: Option<Group<HostSockets>>,
-        ms: u32,
-    ) -> Result<Plan, Failure> {
+    fn of_records(h: Head, records: Vec<PeerRecord>, ms: u32) -> Result<Plan, Failure> {
         let me = records[h.rank];
         let ranks: Vec<RankInfo> = records.iter().map(PeerRecord::rank_info).collect();
         let mut accelerators: BTreeMap<i32, i32> = BTreeMap::new();
@@ -288,7 +337,7 @@ impl Plan {
             cluster_id: h.cluster_id,
             epoch: h.epoch,
             dev: h.dev,
-            group,
+            group: None,
             records,
             ranks,
             machine,
@@ -307,6 +356,15 @@ impl Plan {
         if self.channels.is_some() {
             return Ok(());
         }
+        // The others are in the exchange, or on their way to it.
+        self.search_and_connect(comm).inspect_err(|e| {
+            if let Some(g) = &mut self.group {
+                g.give_up(&HostSockets, e);
+            }
+        })
+    }
+
+    fn search_and_connect(&mut self, comm: &Communicator) -> Result<(), Failure> {
         let graph_file = granted_file(search::GRAPH_FILE)?;
         let outcome =
             search::compute(&self.system, &var, graph_file.as_deref(), search::RUNTIME_NAME).map_err(|e| {
@@ -355,7 +413,7 @@ impl Plan {
         let made = match made {
             Ok(m) => m,
             Err(e) => {
-                group.break_ring();
+                group.give_up(&HostSockets, &e);
                 return Err(e);
             }
         };
@@ -429,7 +487,7 @@ impl Plan {
             .collect::<Result<Vec<_>, _>>()?;
         let h =
             Head { rank, nranks, cluster_id: u64_at(b, 16), epoch: u64_at(b, 24) as i64, dev: u32_at(b, 12) as i32 };
-        let mut plan = Plan::of_records(h, records, None, u32_at(b, 36))?;
+        let mut plan = Plan::of_records(h, records, u32_at(b, 36))?;
         let mut all = Vec::with_capacity(nrings);
         for ring in rest.chunks(ring_bytes) {
             let user_ranks: Vec<i32> = ring[1..].chunks(4).map(|w| u32_at(w, 0) as i32).collect();

@@ -3,12 +3,20 @@
 //! A [`Group`] owns every descriptor of the bootstrap; dropping it closes them all, which is `bootstrapAbort`, and an absent
 //! group is the no-op the original asks for (INV-24).
 
-use super::wire::{ANSWER_BYTES, Address, HELLO_BYTES, Hello, Info, Kind, Purpose, RootAnswer};
-use super::{Sockets, recv_message, send_message};
+use super::lobby::Lobby;
+use super::root::watch_root;
+use super::wire::{
+    ANSWER_BYTES, Address, HELLO_BYTES, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, decode_refusal,
+    encode_refusal,
+};
+use super::{LOOK_MS, Sockets, dial, expect, recv_any, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
 const HELLO_MS: u32 = 5_000;
+
+/// How long a rank that cannot send waits for the reason to come around.
+const REASON_MS: u32 = 1_000;
 
 /// One rank's bootstrap state.
 #[derive(Debug)]
@@ -25,6 +33,8 @@ pub struct Group<S: Sockets> {
     pub addresses: Vec<Address>,
     timeout_ms: u32,
     listener: S::Listener,
+    /// Who has connected here and not spoken yet.
+    lobby: Lobby<S::Conn>,
     next: Option<S::Conn>,
     prev: Option<S::Conn>,
     send: Vec<Option<S::Conn>>,
@@ -58,11 +68,20 @@ impl<S: Sockets> Group<S> {
         let info = Info { rank: j.rank as i32, nranks: j.nranks as i32, listen: mine, hash: j.hash };
         let at_root =
             |e: Failure| e.during(&format!("rank {} of {} reporting to the root at {}", j.rank, j.nranks, j.root));
-        let answer = {
-            let conn = s.connect(&j.root, ms).map_err(at_root)?;
-            send_message(s, &conn, Kind::InfoToRoot, &info.encode(), ms).map_err(at_root)?;
-            RootAnswer::decode(&recv_message(s, &conn, Kind::InfoFromRoot, ANSWER_BYTES, ms).map_err(at_root)?)?
+        let until = s.now_ms() + u64::from(ms);
+        let (root, answer) = loop {
+            let left = until.saturating_sub(s.now_ms()) as u32;
+            let root = s.connect(&j.root, left.max(1)).map_err(at_root)?;
+            send_message(s, &root, Kind::InfoToRoot, &info.encode(), ms).map_err(at_root)?;
+            let (kind, payload) =
+                recv_any(s, &root, MAX_REFUSAL, until.saturating_sub(s.now_ms()).max(1) as u32).map_err(at_root)?;
+            match kind {
+                // The root of an earlier attempt, which is over; ours will listen here when that one is gone.
+                Kind::Complete if s.now_ms() < until => drop(root),
+                _ => break (root, expect(kind, payload, Kind::InfoFromRoot, ANSWER_BYTES).map_err(at_root)?),
+            }
         };
+        let answer = RootAnswer::decode(&answer)?;
         let mut g = Group {
             rank: j.rank,
             nranks: j.nranks,
@@ -71,25 +90,44 @@ impl<S: Sockets> Group<S> {
             addresses: vec![mine; j.nranks],
             timeout_ms: ms,
             listener,
+            lobby: Lobby::new(HELLO_MS.min(ms), HELLO_BYTES.max(MAX_REFUSAL)),
             next: None,
             prev: None,
             send: (0..j.nranks).map(|_| None).collect(),
             recv: (0..j.nranks).map(|_| None).collect(),
         };
         if j.nranks > 1 {
+            // Until all are wired the root watches every rank; what it says ends the waits here.
+            let mut header = None;
+            let mut watch = || watch_root(s, &root, &mut header);
+            let (next, prev) = ((j.rank + 1) % j.nranks, (j.rank + j.nranks - 1) % j.nranks);
             g.next =
-                Some(g.dial(s, &answer.next, Purpose::Ring).map_err(|e| e.during("connecting to the ring successor"))?);
-            let prev = (j.rank + j.nranks - 1) % j.nranks;
-            g.prev =
-                Some(g.accept_from(s, prev, Purpose::Ring).map_err(|e| e.during("waiting for the ring predecessor"))?);
+                Some(g.dial(s, &answer.next, Purpose::Ring, &mut watch).map_err(|e| {
+                    e.during(&format!("rank {} connecting to rank {next}, its ring successor", j.rank))
+                })?);
+            g.prev = Some(
+                g.accept_from(s, prev, Purpose::Ring, &mut watch)
+                    .map_err(|e| e.during("waiting for the ring predecessor"))?,
+            );
+        }
+        send_message(s, &root, Kind::Joined, &[], ms).map_err(at_root)?;
+        recv_message(s, &root, Kind::Complete, 0, ms).map_err(at_root)?;
+        drop(root);
+        if j.nranks > 1 {
             let all = g.all_gather(s, &mine.0, "addresses")?;
             g.addresses = all.chunks(28).map(Address::from_slice).collect::<Result<_, _>>()?;
         }
         Ok(g)
     }
 
-    fn dial(&self, s: &S, to: &Address, purpose: Purpose) -> Result<S::Conn, Failure> {
-        let conn = s.connect(to, self.timeout_ms)?;
+    fn dial(
+        &self,
+        s: &S,
+        to: &Address,
+        purpose: Purpose,
+        watch: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<S::Conn, Failure> {
+        let conn = dial(s, to, self.timeout_ms, watch)?;
         let hello = Hello { rank: self.rank as i32, cluster_id: self.cluster_id, purpose };
         send_message(s, &conn, Kind::Hello, &hello.encode(), self.timeout_ms)?;
         Ok(conn)
@@ -97,20 +135,26 @@ impl<S: Sockets> Group<S> {
 
     /// Accepts until rank `from` arrives for `purpose`. Point-to-point connections of other ranks are kept for later;
     /// strangers and ranks of other groups are closed.
-    fn accept_from(&mut self, s: &S, from: usize, purpose: Purpose) -> Result<S::Conn, Failure> {
+    fn accept_from(
+        &mut self,
+        s: &S,
+        from: usize,
+        purpose: Purpose,
+        mut watch: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<S::Conn, Failure> {
         let until = s.now_ms() + u64::from(self.timeout_ms);
+        let watching = purpose == Purpose::Ring;
         loop {
-            let left = until.saturating_sub(s.now_ms());
-            if left == 0 {
-                let text = format!("rank {} waited {} ms for rank {from} in vain", self.rank, self.timeout_ms);
-                return Err(Failure::new(Code::Timeout, text));
-            }
-            let conn = s
-                .accept(&self.listener, left as u32)
-                .map_err(|e| e.during(&format!("rank {} waiting for rank {from}", self.rank)))?;
-            let hello = recv_message(s, &conn, Kind::Hello, HELLO_BYTES, HELLO_MS.min(self.timeout_ms))
-                .and_then(|b| Hello::decode(&b));
-            let Ok(hello) = hello else { continue };
+            let spoken = self.lobby.next(s, &self.listener, until, watching, &mut watch).map_err(|e| {
+                let who = format!("rank {} waiting for rank {from}", self.rank);
+                if e.code == Code::Timeout && e.text.is_empty() {
+                    let text = format!("{who}: Timeout waiting for incoming connection after {} ms", self.timeout_ms);
+                    return Failure::new(Code::Timeout, text);
+                }
+                e.during(&who)
+            });
+            let (conn, Kind::Hello, payload) = spoken? else { continue };
+            let Ok(hello) = Hello::decode(&payload) else { continue };
             let Some(rank) = usize::try_from(hello.rank).ok().filter(|r| *r < self.nranks) else { continue };
             if hello.cluster_id != self.cluster_id {
                 continue;
@@ -131,15 +175,20 @@ impl<S: Sockets> Group<S> {
             let text = format!("all-gather {hint}: the bootstrap ring of rank {} broke in an earlier call", self.rank);
             return Err(Failure::new(Code::Closed, text));
         }
-        let gathered = self.pass_round(s, block, hint);
-        if gathered.is_err() {
-            self.break_ring();
-        }
-        gathered
+        self.pass_round(s, block, hint).inspect_err(|e| self.give_up(s, e))
     }
 
-    /// Closes the ring: the neighbours' next all-gather fails at once.
-    pub fn break_ring(&mut self) {
+    /// Closes the ring, the reason first: it goes around, and every rank's next all-gather fails at once with it.
+    pub fn give_up(&mut self, s: &S, why: &Failure) {
+        if let Some(next) = &self.next {
+            let mut told = why.clone();
+            if told.origin.is_none() {
+                let said = if told.text.is_empty() { "its own error says why" } else { &told.text };
+                told.origin = Some(format!("rank {} failed: {said}", self.rank));
+            }
+            // A neighbour that is gone needs no reason. What it has not read yet may fill the socket, so it gets a look.
+            let _ = send_message(s, next, Kind::Refusal, &encode_refusal(&told, None), LOOK_MS);
+        }
         (self.next, self.prev) = (None, None);
     }
 
@@ -154,15 +203,51 @@ impl<S: Sockets> Group<S> {
             let what = |e: Failure| e.during(&format!("all-gather {hint}, step {i}, rank {}", self.rank));
             // Odd ranks receive first, so that blocks larger than the sockets' buffers cannot block the whole ring.
             if self.rank % 2 == 0 {
-                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms).map_err(what)?;
+                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                    .map_err(|e| what(self.of_next(s, prev, e)))?;
             }
-            let got = recv_message(s, prev, Kind::Ring, len, ms).map_err(what)?;
+            let got = recv_message(s, prev, Kind::Ring, len, ms).map_err(|e| what(self.of_prev(e)))?;
             if self.rank % 2 == 1 {
-                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms).map_err(what)?;
+                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                    .map_err(|e| what(self.of_next(s, prev, e)))?;
             }
             all[inn * len..(inn + 1) * len].copy_from_slice(&got);
         }
         Ok(all)
+    }
+
+    /// A failure to send to the ring successor, with what it means: if that one has failed, its reason is on its way around
+    /// the ring.
+    fn of_next(&self, s: &S, prev: &S::Conn, e: Failure) -> Failure {
+        let until = s.now_ms() + u64::from(REASON_MS.min(self.timeout_ms));
+        while e.code == Code::Closed && s.now_ms() < until {
+            match recv_any(s, prev, super::MAX_MESSAGE, LOOK_MS) {
+                Ok((Kind::Refusal, payload)) => {
+                    if let Some((told, _)) = decode_refusal(&payload) {
+                        return told;
+                    }
+                }
+                // What was sent before the reason, or nothing yet.
+                Ok(_) => {}
+                Err(e) if e.code == Code::Timeout => {}
+                Err(_) => break,
+            }
+        }
+        let next = (self.rank + 1) % self.nranks;
+        e.during(&format!("rank {next} closed its connection: its process has ended, or see its own error"))
+    }
+
+    /// A failure to receive from the ring predecessor, with what it means.
+    fn of_prev(&self, e: Failure) -> Failure {
+        let prev = (self.rank + self.nranks - 1) % self.nranks;
+        match e.code {
+            _ if e.origin.is_some() => e,
+            Code::Closed => {
+                e.during(&format!("rank {prev} closed its connection: its process has ended, or see its own error"))
+            }
+            Code::Timeout => e.during(&format!("rank {prev} sent nothing")),
+            _ => e,
+        }
     }
 
     fn peer(&self, peer: i32) -> Result<usize, Failure> {
@@ -180,7 +265,7 @@ impl<S: Sockets> Group<S> {
         let p = self.peer(peer)?;
         let what = |e: Failure| e.during(&format!("bootstrap send {hint} to rank {p}"));
         if self.send[p].is_none() {
-            self.send[p] = Some(self.dial(s, &self.addresses[p], Purpose::Peer).map_err(what)?);
+            self.send[p] = Some(self.dial(s, &self.addresses[p], Purpose::Peer, || Ok(())).map_err(what)?);
         }
         // A connection that failed in the middle of a message is of no use any more.
         match self.send[p].take() {
@@ -198,7 +283,7 @@ impl<S: Sockets> Group<S> {
         let p = self.peer(peer)?;
         let what = |e: Failure| e.during(&format!("bootstrap receive {hint} from rank {p}"));
         if self.recv[p].is_none() {
-            let conn = self.accept_from(s, p, Purpose::Peer).map_err(what)?;
+            let conn = self.accept_from(s, p, Purpose::Peer, || Ok(())).map_err(what)?;
             self.recv[p] = Some(conn);
         }
         match self.recv[p].take() {
@@ -322,6 +407,98 @@ mod tests {
             assert!(e.text.contains("rank 0 joined twice"), "{e}");
         }
         assert!(root.join().unwrap().unwrap_err().text.contains("joined twice"));
+    }
+
+    /// Mute and foreign connections on the root's port and on a rank's cost the group nothing, however many there are.
+    #[test]
+    fn strangers_do_not_hold_a_group_up() {
+        let (at, root) = started_root(2, 20_000);
+        let strangers: Vec<_> = (0..40u8)
+            .map(|i| {
+                let mut stray = std::net::TcpStream::connect(("127.0.0.1", at.port())).unwrap();
+                // Every second one is mute; the others say something foreign, some of it like a refusal.
+                let foreign = [[0x5a; 24], [0; 24], *b"\x06\0\0\0\0\0\0\0\x08\0\0\0\0\0\0\0GET / HT"];
+                if i % 2 == 0 {
+                    stray.write_all(&foreign[usize::from(i / 2) % 3]).unwrap();
+                }
+                stray
+            })
+            .collect();
+        let begun = Instant::now();
+        let ranks: Vec<_> = (0..2).map(|r| std::thread::spawn(move || join(at, r, 2, 20_000).map(drop))).collect();
+        for r in ranks {
+            r.join().unwrap().unwrap();
+        }
+        root.join().unwrap().unwrap();
+        // Read one after the other, the mute ones alone would take 40 seconds.
+        assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+        drop(strangers);
+    }
+
+    /// A rank that reports and then goes is named to all others, with one status, and long before the time is up.
+    #[test]
+    fn a_rank_that_leaves_the_bootstrap_is_named_to_all() {
+        for late in [false, true] {
+            let (at, root) = started_root(3, 60_000);
+            let begun = Instant::now();
+            let ranks: Vec<_> =
+                (0..2).map(|r| std::thread::spawn(move || join(at, 2 * r, 3, 60_000).map(drop).unwrap_err())).collect();
+            if late {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            let conn = StdSockets.connect(&at, 5_000).unwrap();
+            let nobody = StdSockets.local(&StdSockets.listen(&loopback(), 1000).unwrap()).unwrap();
+            let info = Info { rank: 1, nranks: 3, listen: nobody, hash: None };
+            send_message(&StdSockets, &conn, Kind::InfoToRoot, &info.encode(), 5_000).unwrap();
+            drop(conn);
+            for r in ranks {
+                let e = r.join().unwrap();
+                assert_eq!(e.code, Code::Closed, "{e}");
+                assert!(e.text.contains("rank 1 left the bootstrap"), "{e}");
+            }
+            assert_eq!(root.join().unwrap().unwrap_err().code, Code::Closed);
+            assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
+        }
+    }
+
+    #[test]
+    fn a_rank_that_gives_up_before_it_joins_ends_the_wait_of_the_others() {
+        let (at, root) = started_root(2, 60_000);
+        let first = std::thread::spawn(move || join(at, 0, 2, 60_000).map(drop).unwrap_err());
+        super::super::root::withdraw(&StdSockets, &at, 1, 2, &invalid("there is no interface eth9"), 5_000);
+        let e = first.join().unwrap();
+        assert_eq!(e.code, Code::Invalid);
+        assert!(e.text.contains("rank 1 of 2 gave up before it joined: there is no interface eth9"), "{e}");
+        assert!(root.join().unwrap().is_err());
+    }
+
+    /// The reason of a rank that fails after the bootstrap goes around the ring: all have its status and its sentence.
+    #[test]
+    fn a_later_failure_goes_around_the_ring() {
+        let n = 4;
+        let (at, root) = started_root(n as u32, 20_000);
+        let ranks: Vec<_> = (0..n)
+            .map(|r| {
+                std::thread::spawn(move || {
+                    let mut g = join(at, r, n, 20_000).unwrap();
+                    if r == 2 {
+                        g.give_up(&StdSockets, &Failure::new(Code::Other(4), "no memory for the control block"));
+                        return None;
+                    }
+                    let e = g.all_gather(&StdSockets, &[0], "test").unwrap_err();
+                    // The next one fails at once, too.
+                    assert_eq!(g.all_gather(&StdSockets, &[0], "test").unwrap_err().code, Code::Closed);
+                    Some(e)
+                })
+            })
+            .collect();
+        let failures: Vec<Failure> = ranks.into_iter().filter_map(|t| t.join().unwrap()).collect();
+        assert_eq!(failures.len(), 3);
+        for e in failures {
+            assert_eq!(e.code, Code::Other(4), "{e}");
+            assert!(e.text.contains("rank 2 failed: no memory for the control block"), "{e}");
+        }
+        root.join().unwrap().unwrap();
     }
 
     #[test]

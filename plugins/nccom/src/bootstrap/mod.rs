@@ -1,9 +1,14 @@
 //! Bootstrap: from a root address to a group whose ranks know each other (bootstrap.md).
 //!
 //! Written over [`Sockets`], so that the same code runs in the sandbox (over `neuron:hw/sockets`) and in native tests
-//! (over the system's). Rooms: [`wire`] the bytes, [`root`] who collects, [`group`] what a rank does.
+//! (over the system's). Rooms: [`wire`] the bytes, [`lobby`] who has connected and not spoken yet, [`root`] who collects,
+//! [`group`] what a rank does.
+//!
+//! A group comes about as a whole or not at all, and whoever fails says why: the root keeps every rank's connection until all
+//! rings are wired and tells all what ended one of them; later a rank that fails hands the reason on around the ring.
 
 pub mod group;
+pub mod lobby;
 pub mod root;
 pub mod wire;
 
@@ -29,10 +34,75 @@ pub trait Sockets {
     fn connect(&self, to: &Address, ms: u32) -> Result<Self::Conn, Failure>;
     /// Sends all.
     fn send(&self, conn: &Self::Conn, data: &[u8], ms: u32) -> Result<(), Failure>;
-    /// Receives exactly `bytes`.
+    /// Receives exactly `bytes`. A time-out loses nothing: the next call begins with what has come so far, so a call with
+    /// a few milliseconds, or none, is a look.
     fn recv(&self, conn: &Self::Conn, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure>;
     /// Milliseconds of a clock that never goes back.
     fn now_ms(&self) -> u64;
+}
+
+/// A wait of at most this many milliseconds is a look: the host leaves no sentence when it finds nothing.
+pub const LOOK_MS: u32 = 50;
+
+/// Short attempts of [`dial`]; then long ones, in which a lost packet is sent again.
+const SHORT_ATTEMPTS: u32 = 20;
+const LONG_ATTEMPT_MS: u32 = 3_000;
+
+/// Connects by many attempts, short at first, with a look at whatever `meanwhile` watches between them.
+pub fn dial<S: Sockets>(
+    s: &S,
+    to: &Address,
+    ms: u32,
+    mut meanwhile: impl FnMut() -> Result<(), Failure>,
+) -> Result<S::Conn, Failure> {
+    let begun = s.now_ms();
+    let mut tried = 0;
+    loop {
+        meanwhile()?;
+        let spent = s.now_ms() - begun;
+        let left = u64::from(ms).saturating_sub(spent) as u32;
+        let attempt = if tried < SHORT_ATTEMPTS { LOOK_MS } else { LONG_ATTEMPT_MS };
+        tried += 1;
+        // The last attempt leaves the host's sentence, which says what the system answered.
+        let last = left <= 2 * attempt;
+        match s.connect(to, if last { left.max(1) } else { attempt }) {
+            Err(e) if e.code == Code::Timeout && !last => {}
+            answer => return answer,
+        }
+    }
+}
+
+/// What one look at a connection found.
+pub(crate) enum Look {
+    /// Nothing yet.
+    Nothing,
+    /// A message.
+    Message(Kind, Vec<u8>),
+    /// It is closed, or what came is not of this library.
+    Gone,
+}
+
+/// Looks for a message without waiting. `header` keeps the first half of one between looks.
+pub(crate) fn look<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Header>, most: usize, ms: u32) -> Look {
+    let h = match header {
+        Some(h) => *h,
+        None => match s.recv(conn, Header::BYTES, ms) {
+            Err(e) if e.code == Code::Timeout => return Look::Nothing,
+            Err(_) => return Look::Gone,
+            Ok(b) => match Header::decode(&b) {
+                Ok(h) if h.len <= most as u64 => *header.insert(h),
+                _ => return Look::Gone,
+            },
+        },
+    };
+    match s.recv(conn, h.len as usize, ms) {
+        Err(e) if e.code == Code::Timeout => Look::Nothing,
+        Err(_) => Look::Gone,
+        Ok(payload) => {
+            *header = None;
+            Look::Message(h.kind, payload)
+        }
+    }
 }
 
 /// Largest payload of one message: with its header it is one `send` of the host's sockets.
@@ -65,9 +135,15 @@ pub fn recv_any<S: Sockets>(s: &S, conn: &S::Conn, most: usize, ms: u32) -> Resu
 /// Receives one message of the kind and length expected; a refusal carries the other side's sentence.
 pub fn recv_message<S: Sockets>(s: &S, conn: &S::Conn, want: Kind, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
     let (kind, payload) = recv_any(s, conn, bytes.max(wire::MAX_REFUSAL), ms)?;
-    if kind == Kind::Refusal {
-        let said: String = String::from_utf8_lossy(&payload).chars().filter(|c| !c.is_control()).collect();
-        return Err(Failure::new(Code::Failure, format!("the bootstrap root refused the group: {said}")));
+    expect(kind, payload, want, bytes)
+}
+
+/// The payload of a message, if it is the kind and length expected.
+fn expect(kind: Kind, payload: Vec<u8>, want: Kind, bytes: usize) -> Result<Vec<u8>, Failure> {
+    if kind == Kind::Refusal
+        && let Some((f, _)) = wire::decode_refusal(&payload)
+    {
+        return Err(f);
     }
     if kind != want || payload.len() != bytes {
         let text = format!("expected a bootstrap message {want:?} of {bytes} bytes, got {kind:?} of {}", payload.len());

@@ -4,15 +4,24 @@
 //! local root (hierarchical); the answer goes back on the same connection (C-14), as many answers as records.
 //!
 //! A wrong world size, a duplicate rank or another hash fails the group, and every connected rank is told why: there is no
-//! partial world (INV-32). A connection with a foreign magic is refused by itself: a stray program must not end a job.
+//! partial world (INV-32). A connection with a foreign magic is refused by itself: a stray program must not end a job, and
+//! one that says nothing must not hold it up.
+//!
+//! After the answers the root stays until every rank has said [`Kind::Joined`], then says [`Kind::Complete`] to all. A rank
+//! that leaves before is noticed here, where its connection ends, and named to all the others at once.
 
-use super::wire::{Address, Info, Kind, MAX_REFUSAL, RootAnswer};
-use super::{MAX_MESSAGE, Sockets, recv_any, send_message};
+use std::collections::BTreeSet;
+
+use super::lobby::Lobby;
+use super::wire::{Address, Header, Info, Kind, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal};
+use super::{LOOK_MS, Look, MAX_MESSAGE, Sockets, look, send_message};
 use crate::fail::{Code, Failure};
 
-/// How long one connection may take to say what it wants. Connections are read one after the other, so a mute one costs
-/// the group this much.
+/// How long one connection may take to say what it wants.
 const HELLO_MS: u32 = 2_000;
+/// How long the root of a group that failed tells those who come later, before it tells rank 0. With rank 0 the root's own
+/// process usually ends, and who comes then waits until its time is up.
+const LINGER_MS: u32 = 2_000;
 
 /// What a root was started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,18 +100,120 @@ impl Roll {
     }
 }
 
+/// A connection that brought records.
 struct Visitor<C> {
     conn: C,
-    ranks: Vec<usize>,
+    ranks: Vec<i32>,
+    header: std::cell::Cell<Option<Header>>,
+    /// Its ranks' ring edges are there.
+    joined: std::cell::Cell<bool>,
 }
 
-fn refuse<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>], failure: &Failure) {
-    let mut text = failure.text.as_bytes();
-    text = &text[..text.len().min(MAX_REFUSAL)];
-    for v in visitors {
-        // A rank that is gone needs no answer.
-        let _ = send_message(s, &v.conn, Kind::Refusal, text, HELLO_MS);
+impl<C> Visitor<C> {
+    fn new(conn: C, ranks: Vec<i32>) -> Visitor<C> {
+        Visitor { conn, ranks, header: Default::default(), joined: Default::default() }
     }
+
+    fn name(&self) -> String {
+        match self.ranks[..] {
+            [one] => format!("rank {one}"),
+            [first, .., last] => format!("a server's root, of ranks {first} to {last},"),
+            [] => "a rank".into(),
+        }
+    }
+}
+
+/// Tells a connection that the group ends.
+fn refuse<S: Sockets>(s: &S, conn: &S::Conn, failure: &Failure) {
+    // A rank that is gone needs no answer.
+    let _ = send_message(s, conn, Kind::Refusal, &encode_refusal(failure, None), HELLO_MS);
+}
+
+/// Tells all visitors, and for a while those who come later, that the group ends; those that brought rank 0 last. A rank that
+/// was told and comes again belongs to a new attempt: it is asked to wait for that one's root.
+fn refuse_all<S: Sockets>(
+    s: &S,
+    listener: &S::Listener,
+    lobby: &mut Lobby<S::Conn>,
+    duty: Duty,
+    visitors: &[Visitor<S::Conn>],
+    failure: &Ended,
+) {
+    // After a time-out nobody is waited for: the ranks' own time is nearly up.
+    let linger = if failure.why.code == Code::Timeout { 0 } else { LINGER_MS.min(duty.timeout_ms / 4) };
+    let until = s.now_ms() + u64::from(linger);
+    let mut told: BTreeSet<i32> = visitors.iter().flat_map(|v| v.ranks.iter().copied()).collect();
+    told.extend(failure.rank.and_then(|r| i32::try_from(r).ok()));
+    // The first that brought rank 0: one that claims to be it too is told now.
+    let last = visitors.iter().position(|v| v.ranks.contains(&0));
+    let now = visitors.iter().enumerate().filter(|(i, _)| Some(*i) != last);
+    now.for_each(|(_, v)| refuse(s, &v.conn, &failure.why));
+    // Without rank 0 nobody's end takes this root along but its runtime's.
+    while told.len() < duty.nranks as usize {
+        // The time is up, or the runtime closes.
+        let Ok((conn, kind, payload)) = lobby.next(s, listener, until, false, || Ok(())) else { break };
+        if kind != Kind::InfoToRoot {
+            continue;
+        }
+        let each = if payload.len() % super::wire::INFO_BYTES[1] == 0 { 56 } else { 40 };
+        let ranks: Vec<i32> = payload.chunks(each).filter_map(|b| Info::decode(b).ok()).map(|i| i.rank).collect();
+        if ranks.iter().any(|r| told.contains(r)) {
+            let _ = send_message(s, &conn, Kind::Complete, &[], HELLO_MS);
+        } else {
+            refuse(s, &conn, &failure.why);
+            told.extend(ranks);
+        }
+    }
+    if let Some(v) = last.and_then(|i| visitors.get(i)) {
+        refuse(s, &v.conn, &failure.why);
+    }
+}
+
+/// Why a group ends, and the rank that said so before it had joined.
+#[derive(Debug)]
+struct Ended {
+    why: Failure,
+    rank: Option<usize>,
+}
+
+impl From<Failure> for Ended {
+    fn from(why: Failure) -> Ended {
+        Ended { why, rank: None }
+    }
+}
+
+/// Tells a root that `rank` will not come, so that the group ends now and not when the time is up. A root that is not there
+/// within [`HELLO_MS`] cannot be told.
+pub fn withdraw<S: Sockets>(s: &S, root: &Address, rank: usize, nranks: usize, why: &Failure, ms: u32) {
+    let ms = ms.min(HELLO_MS);
+    let begun = s.now_ms();
+    while s.now_ms() - begun < u64::from(ms) {
+        // Looks only: that the root cannot be reached is not why this rank fails.
+        let Ok(conn) = s.connect(root, LOOK_MS) else { continue };
+        let said = if why.told().is_empty() { "its own error says why" } else { why.told() };
+        let text = format!("rank {rank} of {nranks} gave up before it joined: {said}");
+        let _ = send_message(s, &conn, Kind::Refusal, &encode_refusal(&Failure::new(why.code, text), Some(rank)), ms);
+        return;
+    }
+}
+
+/// Asks whoever listens at `root` to take `info` in: fails with the reason if it is the root of this very group, to which
+/// another process has come as this rank. Anything else there is no reason to fail.
+pub fn claim<S: Sockets>(s: &S, root: &Address, info: &Info, ms: u32) -> Result<(), Failure> {
+    let until = s.now_ms() + u64::from(ms);
+    let Ok(conn) = s.connect(root, LOOK_MS.min(ms)) else { return Ok(()) };
+    if send_message(s, &conn, Kind::InfoToRoot, &info.encode(), LOOK_MS).is_err() {
+        return Ok(());
+    }
+    let mut header = None;
+    while s.now_ms() < until {
+        match look(s, &conn, &mut header, MAX_REFUSAL, LOOK_MS) {
+            Look::Nothing => {}
+            Look::Message(Kind::Refusal, payload) => return decode_refusal(&payload).map_or(Ok(()), |(f, _)| Err(f)),
+            Look::Message(..) | Look::Gone => return Ok(()),
+        }
+    }
+    Ok(())
 }
 
 /// The root gives up a little before the ranks that wait for it do, so that they hear who is missing.
@@ -110,7 +221,7 @@ fn patience(timeout_ms: u32) -> u64 {
     u64::from(timeout_ms - (timeout_ms / 10).min(1000))
 }
 
-/// Accepts until every rank reported, then answers all. `cluster_id` and `epoch` are the group's.
+/// Accepts until every rank reported, answers all, and stays until all are wired. `cluster_id` and `epoch` are the group's.
 pub fn serve<S: Sockets>(
     s: &S,
     listener: &S::Listener,
@@ -119,60 +230,127 @@ pub fn serve<S: Sockets>(
     epoch: i64,
 ) -> Result<(), Failure> {
     let mut visitors: Vec<Visitor<S::Conn>> = Vec::new();
-    let collected = collect(s, listener, duty, &mut visitors);
-    let roll = match collected {
-        Ok(roll) => roll,
+    let mut lobby = Lobby::new(HELLO_MS.min(duty.timeout_ms), MAX_MESSAGE);
+    let ended = collect(s, listener, duty, &mut lobby, &mut visitors).and_then(|roll| {
+        for v in &visitors {
+            let mut payload = Vec::with_capacity(v.ranks.len() * super::wire::ANSWER_BYTES);
+            for r in v.ranks.iter().filter_map(|r| usize::try_from(*r).ok()) {
+                let Some(a) = roll.answer(r, cluster_id, epoch) else { continue };
+                payload.extend_from_slice(&a.encode());
+            }
+            // One that cannot be answered has left: the next look at its connection says so to all.
+            let _ = send_message(s, &v.conn, Kind::InfoFromRoot, &payload, duty.timeout_ms);
+        }
+        Ok(see_off(s, listener, &mut lobby, duty, &visitors, || Ok(()))?)
+    });
+    match ended {
+        Ok(()) => complete(s, &visitors),
         Err(e) => {
-            refuse(s, &visitors, &e);
-            return Err(e);
-        }
-    };
-    let mut gone = None;
-    for (i, v) in visitors.iter().enumerate() {
-        let mut payload = Vec::with_capacity(v.ranks.len() * super::wire::ANSWER_BYTES);
-        for r in &v.ranks {
-            let Some(a) = roll.answer(*r, cluster_id, epoch) else { continue };
-            payload.extend_from_slice(&a.encode());
-        }
-        if let Err(e) = send_message(s, &v.conn, Kind::InfoFromRoot, &payload, duty.timeout_ms) {
-            let rank = v.ranks.first().copied().unwrap_or(0);
-            let e = Failure::new(e.code, format!("rank {rank} left before the root could answer it"));
-            refuse(s, &visitors[i + 1..], &e);
-            gone = Some(e);
-            break;
+            refuse_all(s, listener, &mut lobby, duty, &visitors, &e);
+            Err(e.why)
         }
     }
-    gone.map_or(Ok(()), Err)
+}
+
+/// All have joined: the ranks need this root no more.
+fn complete<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>]) -> Result<(), Failure> {
+    for v in visitors {
+        // One that has left just now is found by its ring neighbours.
+        let _ = send_message(s, &v.conn, Kind::Complete, &[], HELLO_MS);
+    }
+    Ok(())
+}
+
+/// One look at every visitor: whether all have joined. One that leaves before the group is complete ends it: others wait for
+/// a connection that it will never make.
+fn watch<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>]) -> Result<bool, Failure> {
+    for v in visitors {
+        let mut header = v.header.take();
+        let found = look(s, &v.conn, &mut header, MAX_REFUSAL, 0);
+        v.header.set(header);
+        match found {
+            Look::Nothing => {}
+            Look::Message(Kind::Joined, _) => v.joined.set(true),
+            Look::Message(Kind::Refusal, payload) => {
+                let text = || Failure::new(Code::Failure, format!("{} ended the bootstrap", v.name()));
+                return Err(decode_refusal(&payload).map_or_else(text, |(f, _)| f));
+            }
+            Look::Message(..) | Look::Gone => {
+                let text = format!(
+                    "{} left the bootstrap before the group was complete: its process has ended, or see its own error",
+                    v.name()
+                );
+                return Err(Failure::new(Code::Closed, text));
+            }
+        }
+    }
+    Ok(visitors.iter().all(|v| v.joined.get()))
+}
+
+/// Waits until every visitor has said that its ranks are wired.
+fn see_off<S: Sockets>(
+    s: &S,
+    listener: &S::Listener,
+    lobby: &mut Lobby<S::Conn>,
+    duty: Duty,
+    visitors: &[Visitor<S::Conn>],
+    mut meanwhile: impl FnMut() -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let until = s.now_ms() + u64::from(duty.timeout_ms);
+    loop {
+        let mut all = false;
+        // The lobby's rounds give the pauses, and whoever comes now is told that the group has all its ranks.
+        let round = s.now_ms() + u64::from(LOOK_MS);
+        let late = lobby.next(s, listener, round.min(until), true, || {
+            meanwhile()?;
+            all = watch(s, visitors)?;
+            // Ends the round: what is left of the pause is not needed.
+            if all { Err(Failure::new(Code::Other(0), "")) } else { Ok(()) }
+        });
+        match late {
+            _ if all => return Ok(()),
+            Ok((conn, Kind::InfoToRoot, payload)) => {
+                let who = Info::decode(&payload).map_or_else(|_| "a rank".into(), |i| format!("rank {}", i.rank));
+                let text = format!("{who} joined twice: all {} ranks had joined when it came", duty.nranks);
+                refuse(s, &conn, &Failure::new(Code::Failure, text));
+            }
+            Ok(_) => {}
+            Err(e) if e.code == Code::Timeout && e.text.is_empty() => {
+                if s.now_ms() >= until {
+                    let waiting: Vec<String> = visitors.iter().filter(|v| !v.joined.get()).map(Visitor::name).collect();
+                    let text = format!("after {} ms the ring is not wired on {}", duty.timeout_ms, waiting.join(", "));
+                    return Err(Failure::new(Code::Timeout, text));
+                }
+            }
+            Err(e) => return Err(e),
+        }
+    }
 }
 
 fn collect<S: Sockets>(
     s: &S,
     listener: &S::Listener,
     duty: Duty,
+    lobby: &mut Lobby<S::Conn>,
     visitors: &mut Vec<Visitor<S::Conn>>,
-) -> Result<Roll, Failure> {
+) -> Result<Roll, Ended> {
     let mut roll = Roll::new(duty.nranks as usize);
-    let late = |roll: &Roll| Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms)));
     // The clock starts anew with the first rank, because a root may be made long before its ranks are; strays do not move it.
     let mut until = s.now_ms() + patience(duty.timeout_ms);
     let mut started = false;
     while !roll.missing().is_empty() {
-        let left = until.saturating_sub(s.now_ms());
-        if left == 0 {
-            return Err(late(&roll));
-        }
-        let conn = match s.accept(listener, left as u32) {
-            Ok(c) => c,
-            Err(e) if e.code == Code::Timeout => return Err(late(&roll)),
-            Err(e) => return Err(e),
+        let watching = !visitors.is_empty();
+        let (conn, kind, payload) = match lobby.next(s, listener, until, watching, || watch(s, visitors).map(drop)) {
+            Ok(spoken) => spoken,
+            Err(e) if e.code == Code::Timeout => {
+                return Err(Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms))).into());
+            }
+            Err(e) => return Err(e.into()),
         };
-        let (kind, payload) = match recv_any(s, &conn, MAX_MESSAGE, HELLO_MS.min(duty.timeout_ms)) {
-            Ok(m) => m,
-            // A stray connection: not one of ours.
-            Err(_) => continue,
-        };
-        if kind == Kind::Refusal {
-            return Err(Failure::new(Code::Failure, String::from_utf8_lossy(&payload).into_owned()));
+        if kind == Kind::Refusal
+            && let Some((why, rank)) = decode_refusal(&payload)
+        {
+            return Err(Ended { why, rank });
         }
         if kind != Kind::InfoToRoot || payload.is_empty() {
             continue;
@@ -185,8 +363,7 @@ fn collect<S: Sockets>(
             started = true;
             until = s.now_ms() + patience(duty.timeout_ms);
         }
-        let ranks = infos.iter().map(|i| usize::try_from(i.rank).unwrap_or(0)).collect();
-        visitors.push(Visitor { conn, ranks });
+        visitors.push(Visitor::new(conn, infos.iter().map(|i| i.rank).collect()));
         for info in infos {
             roll.add(info)?;
         }
@@ -194,8 +371,8 @@ fn collect<S: Sockets>(
     Ok(roll)
 }
 
-/// A server's local root: collects the records of ranks `first .. first + count`, forwards them in one message, and hands
-/// the answers back.
+/// A server's local root: collects the records of ranks `first .. first + count`, forwards them in one message, hands the
+/// answers back, and stays until the whole group is wired.
 pub fn serve_local<S: Sockets>(
     s: &S,
     listener: &S::Listener,
@@ -205,62 +382,102 @@ pub fn serve_local<S: Sockets>(
     duty: Duty,
 ) -> Result<(), Failure> {
     let mut visitors: Vec<Visitor<S::Conn>> = Vec::new();
+    let mut lobby = Lobby::new(HELLO_MS.min(duty.timeout_ms), MAX_REFUSAL);
+    let mut up = None;
     let result = (|| {
-        let mut infos: Vec<Info> = Vec::new();
-        let started = s.now_ms();
-        while infos.len() < count as usize {
-            let left = (started + patience(duty.timeout_ms)).saturating_sub(s.now_ms());
-            // No time left: not even a connection that is already there, or a stream of strays would never end.
-            let accepted =
-                if left == 0 { Err(Failure::new(Code::Timeout, "")) } else { s.accept(listener, left as u32) };
-            let conn = accepted.map_err(|e| {
-                let here: Vec<i32> = infos.iter().map(|i| i.rank).collect();
-                let lacking: Vec<String> =
-                    (first..first + count).filter(|r| !here.contains(&(*r as i32))).map(|r| r.to_string()).collect();
-                Failure::new(
-                    e.code,
-                    format!("the local root of ranks {first} to {} misses {}", first + count - 1, lacking.join(", ")),
-                )
-            })?;
-            let Ok((Kind::InfoToRoot, payload)) = recv_any(s, &conn, 56, HELLO_MS.min(duty.timeout_ms)) else {
-                continue;
-            };
-            let Ok(info) = Info::decode(&payload) else { continue };
-            visitors.push(Visitor { conn, ranks: vec![] });
-            let local = u32::try_from(info.rank).is_ok_and(|r| (first..first + count).contains(&r));
-            if !local {
-                return Err(Failure::new(
-                    Code::Failure,
-                    format!("rank {} reported to the local root of ranks {first} to {}", info.rank, first + count - 1),
-                ));
-            }
-            if infos.iter().any(|i| i.rank == info.rank) {
-                return Err(Failure::new(Code::Failure, format!("rank {} joined twice on one server", info.rank)));
-            }
-            infos.push(info);
-        }
-        let up = s.connect(root, duty.timeout_ms)?;
+        let infos = collect_local(s, listener, first, count, duty, &mut lobby, &mut visitors)?;
+        let conn = up.insert(s.connect(root, duty.timeout_ms)?);
         let payload: Vec<u8> = infos.iter().flat_map(Info::encode).collect();
-        send_message(s, &up, Kind::InfoToRoot, &payload, duty.timeout_ms)?;
+        send_message(s, conn, Kind::InfoToRoot, &payload, duty.timeout_ms)?;
         let bytes = infos.len() * super::wire::ANSWER_BYTES;
-        super::recv_message(s, &up, Kind::InfoFromRoot, bytes, duty.timeout_ms)
+        let answers = super::recv_message(s, conn, Kind::InfoFromRoot, bytes, duty.timeout_ms)?;
+        for (v, a) in visitors.iter().zip(answers.chunks(super::wire::ANSWER_BYTES)) {
+            // One that cannot be answered has left: the next look at its connection says so to all.
+            let _ = send_message(s, &v.conn, Kind::InfoFromRoot, a, duty.timeout_ms);
+        }
+        let mut header = None;
+        see_off(s, listener, &mut lobby, duty, &visitors, || watch_root(s, conn, &mut header))?;
+        send_message(s, conn, Kind::Joined, &[], duty.timeout_ms)?;
+        super::recv_message(s, conn, Kind::Complete, 0, duty.timeout_ms)
     })();
     match result {
-        Ok(answers) => {
-            for (v, a) in visitors.iter().zip(answers.chunks(super::wire::ANSWER_BYTES)) {
-                send_message(s, &v.conn, Kind::InfoFromRoot, a, duty.timeout_ms)?;
-            }
-            Ok(())
-        }
+        Ok(_) => complete(s, &visitors),
         Err(e) => {
-            refuse(s, &visitors, &e);
-            if let Ok(up) = s.connect(root, HELLO_MS.min(duty.timeout_ms)) {
-                // The global root then fails the whole group at once instead of waiting.
-                let _ = send_message(s, &up, Kind::Refusal, e.text.as_bytes(), HELLO_MS);
+            visitors.iter().for_each(|v| refuse(s, &v.conn, &e));
+            // The global root then fails the whole group at once instead of waiting.
+            let up = up.map_or_else(|| s.connect(root, HELLO_MS.min(duty.timeout_ms)), Ok);
+            if let Ok(up) = up {
+                let _ = send_message(s, &up, Kind::Refusal, &encode_refusal(&e, None), HELLO_MS);
             }
             Err(e)
         }
     }
+}
+
+/// One look at the connection to a root: fails with what it says, or if it is gone.
+pub(crate) fn watch_root<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Header>) -> Result<(), Failure> {
+    match look(s, conn, header, MAX_REFUSAL, 0) {
+        Look::Nothing => Ok(()),
+        Look::Message(Kind::Refusal, payload) => Err(decode_refusal(&payload)
+            .map(|(f, _)| f)
+            .unwrap_or_else(|| Failure::new(Code::Failure, "the bootstrap root ended the group without a reason"))),
+        Look::Message(kind, _) => {
+            Err(Failure::new(Code::Failure, format!("the bootstrap root said {kind:?} out of turn")))
+        }
+        Look::Gone => {
+            let text =
+                "the bootstrap root is gone: the process that ran it (of rank 0, or of the id's maker) has ended";
+            Err(Failure::new(Code::Closed, text))
+        }
+    }
+}
+
+fn collect_local<S: Sockets>(
+    s: &S,
+    listener: &S::Listener,
+    first: u32,
+    count: u32,
+    duty: Duty,
+    lobby: &mut Lobby<S::Conn>,
+    visitors: &mut Vec<Visitor<S::Conn>>,
+) -> Result<Vec<Info>, Failure> {
+    let mut infos: Vec<Info> = Vec::new();
+    let until = s.now_ms() + patience(duty.timeout_ms);
+    while infos.len() < count as usize {
+        let watching = !visitors.is_empty();
+        let spoken = lobby.next(s, listener, until, watching, || watch(s, visitors).map(drop)).map_err(|e| {
+            if e.code != Code::Timeout {
+                return e;
+            }
+            let here: Vec<i32> = infos.iter().map(|i| i.rank).collect();
+            let lacking: Vec<String> =
+                (first..first + count).filter(|r| !here.contains(&(*r as i32))).map(|r| r.to_string()).collect();
+            Failure::new(
+                e.code,
+                format!("the local root of ranks {first} to {} misses {}", first + count - 1, lacking.join(", ")),
+            )
+        });
+        let (conn, kind, payload) = spoken?;
+        if kind == Kind::Refusal
+            && let Some((failure, _)) = decode_refusal(&payload)
+        {
+            return Err(failure);
+        }
+        let (Kind::InfoToRoot, Ok(info)) = (kind, Info::decode(&payload)) else { continue };
+        visitors.push(Visitor::new(conn, vec![info.rank]));
+        let local = u32::try_from(info.rank).is_ok_and(|r| (first..first + count).contains(&r));
+        if !local {
+            return Err(Failure::new(
+                Code::Failure,
+                format!("rank {} reported to the local root of ranks {first} to {}", info.rank, first + count - 1),
+            ));
+        }
+        if infos.iter().any(|i| i.rank == info.rank) {
+            return Err(Failure::new(Code::Failure, format!("rank {} joined twice on one server", info.rank)));
+        }
+        infos.push(info);
+    }
+    Ok(infos)
 }
 
 #[cfg(test)]

@@ -11,6 +11,10 @@ use crate::fail::{Code, Failure};
 #[derive(Debug)]
 pub(crate) struct StdSockets;
 
+/// A connection, and what came before its reader had all it wanted.
+#[derive(Debug)]
+pub(crate) struct StdConn(pub TcpStream, std::cell::RefCell<Vec<u8>>);
+
 pub(crate) fn loopback() -> Address {
     let mut b = [0; 28];
     b[0] = 2;
@@ -29,7 +33,7 @@ fn fail(e: &std::io::Error) -> Failure {
 
 impl Sockets for StdSockets {
     type Listener = TcpListener;
-    type Conn = TcpStream;
+    type Conn = StdConn;
 
     fn listen(&self, at: &Address, _: u32) -> Result<TcpListener, Failure> {
         let l = TcpListener::bind(system(at)).map_err(|e| fail(&e))?;
@@ -41,13 +45,13 @@ impl Sockets for StdSockets {
         Ok(loopback().with_port(l.local_addr().map_err(|e| fail(&e))?.port()))
     }
 
-    fn accept(&self, l: &TcpListener, ms: u32) -> Result<TcpStream, Failure> {
+    fn accept(&self, l: &TcpListener, ms: u32) -> Result<StdConn, Failure> {
         let until = Instant::now() + Duration::from_millis(u64::from(ms));
         loop {
             match l.accept() {
                 Ok((s, _)) => {
                     s.set_nonblocking(false).map_err(|e| fail(&e))?;
-                    return Ok(s);
+                    return Ok(StdConn(s, Default::default()));
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < until => {
                     std::thread::sleep(Duration::from_millis(1));
@@ -57,27 +61,35 @@ impl Sockets for StdSockets {
         }
     }
 
-    fn connect(&self, to: &Address, ms: u32) -> Result<TcpStream, Failure> {
+    fn connect(&self, to: &Address, ms: u32) -> Result<StdConn, Failure> {
         let until = Instant::now() + Duration::from_millis(u64::from(ms));
         loop {
             match TcpStream::connect(system(to)) {
-                Ok(s) => return Ok(s),
+                Ok(s) => return Ok(StdConn(s, Default::default())),
                 Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
                 Err(e) => return Err(Failure::new(Code::Timeout, e.to_string())),
             }
         }
     }
 
-    fn send(&self, mut c: &TcpStream, data: &[u8], ms: u32) -> Result<(), Failure> {
+    fn send(&self, c: &StdConn, data: &[u8], ms: u32) -> Result<(), Failure> {
+        let mut c = &c.0;
         c.set_write_timeout(Some(Duration::from_millis(u64::from(ms)))).map_err(|e| fail(&e))?;
         c.write_all(data).map_err(|e| fail(&e))
     }
 
-    fn recv(&self, mut c: &TcpStream, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
-        c.set_read_timeout(Some(Duration::from_millis(u64::from(ms)))).map_err(|e| fail(&e))?;
-        let mut b = vec![0; bytes];
-        c.read_exact(&mut b).map_err(|e| fail(&e))?;
-        Ok(b)
+    fn recv(&self, c: &StdConn, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
+        let (mut stream, mut got) = (&c.0, c.1.borrow_mut());
+        // std takes no time-out of zero for "do not wait".
+        stream.set_read_timeout(Some(Duration::from_millis(u64::from(ms.max(1))))).map_err(|e| fail(&e))?;
+        while got.len() < bytes {
+            let mut b = vec![0; bytes - got.len()];
+            match stream.read(&mut b).map_err(|e| fail(&e))? {
+                0 => return Err(Failure::new(Code::Closed, "closed")),
+                n => got.extend_from_slice(&b[..n]),
+            }
+        }
+        Ok(std::mem::take(&mut *got))
     }
 
     fn now_ms(&self) -> u64 {

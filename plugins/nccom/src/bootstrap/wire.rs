@@ -12,8 +12,9 @@ pub const INFO_BYTES: [usize; 2] = [40, 56];
 pub const ANSWER_BYTES: usize = 8 + 8 + 28;
 /// Bytes of the hello on a connection between ranks.
 pub const HELLO_BYTES: usize = 4 + 4 + 8 + 4;
-/// Longest sentence of a refusal.
+/// Longest refusal: its head and its sentence.
 pub const MAX_REFUSAL: usize = 1024;
+const REFUSAL_HEAD: usize = 12;
 
 /// A socket address as it travels: 28 bytes, family and port first (INV-21).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -39,6 +40,22 @@ impl Address {
     /// IPv6 rather than IPv4.
     pub fn is_v6(&self) -> bool {
         self.0[0] == 10
+    }
+
+    /// An address of this machine only.
+    pub fn is_loopback(&self) -> bool {
+        if self.is_v6() { self.0[8..23].iter().all(|b| *b == 0) && self.0[23] == 1 } else { self.0[4] == 127 }
+    }
+
+    /// An address of one link only: fe80::/10 or 169.254/16.
+    pub fn is_link_local(&self) -> bool {
+        if self.is_v6() { self.0[8] == 0xfe && self.0[9] & 0xc0 == 0x80 } else { self.0[4..6] == [169, 254] }
+    }
+
+    /// The address without its port.
+    pub fn ip(&self) -> String {
+        let text = self.with_port(0).to_string();
+        text.strip_suffix(":0").unwrap_or(&text).to_string()
     }
 
     /// The id of a group whose root listens here: the address at byte 0, zero-padded to 128 (INV-20, INV-21).
@@ -90,12 +107,41 @@ pub enum Kind {
     Hello = 4,
     /// Point-to-point payload.
     Data = 5,
-    /// A sentence instead of an answer.
+    /// Why there will be no answer, or no further ring message: the group ends.
     Refusal = 6,
     /// Recursive-doubling block.
     Doubling = 7,
     /// Bruck block.
     Bruck = 8,
+    /// A rank's word to its root that its ring edges are there. Our addition.
+    Joined = 9,
+    /// The root's word that all have joined. Our addition.
+    Complete = 10,
+}
+
+/// The end of a group as it travels: `{ u32 magic, u32 status, i32 rank, text }`, the rank being the one that will not come,
+/// or -1. The magic keeps a stray program from ending a job.
+pub fn encode_refusal(failure: &Failure, rank: Option<usize>) -> Vec<u8> {
+    let told = failure.told();
+    let mut len = told.len().min(MAX_REFUSAL - REFUSAL_HEAD);
+    while !told.is_char_boundary(len) {
+        len -= 1;
+    }
+    let mut b = Vec::with_capacity(REFUSAL_HEAD + len);
+    b.extend_from_slice(&MAGIC.to_le_bytes());
+    b.extend_from_slice(&failure.code.number().to_le_bytes());
+    b.extend_from_slice(&rank.and_then(|r| i32::try_from(r).ok()).unwrap_or(-1).to_le_bytes());
+    b.extend_from_slice(&told.as_bytes()[..len]);
+    b
+}
+
+/// The failure in a refusal, and the rank that will not come; `None` for one that is not of this library.
+pub fn decode_refusal(b: &[u8]) -> Option<(Failure, Option<usize>)> {
+    if b.len() < REFUSAL_HEAD || b.len() > MAX_REFUSAL || u32_at(b, 0) != MAGIC {
+        return None;
+    }
+    let said: String = String::from_utf8_lossy(&b[REFUSAL_HEAD..]).chars().filter(|c| !c.is_control()).collect();
+    Some((Failure::of_peer(Code::of_number(u32_at(b, 4)), said), usize::try_from(u32_at(b, 8) as i32).ok()))
 }
 
 /// Frame header.
@@ -139,6 +185,8 @@ impl Header {
             6 => Kind::Refusal,
             7 => Kind::Doubling,
             8 => Kind::Bruck,
+            9 => Kind::Joined,
+            10 => Kind::Complete,
             _ => return Err(foreign()),
         };
         Ok(Header { kind, len: u64_at(b, 8) })
@@ -370,12 +418,44 @@ mod tests {
     }
 
     #[test]
+    fn a_refusal_keeps_status_and_sentence_and_a_foreign_one_is_none() {
+        let f = Failure::new(Code::Closed, "rank 3 left").during("here");
+        let b = encode_refusal(&f, None);
+        let (got, rank) = decode_refusal(&b).unwrap();
+        assert_eq!((got.code, got.told(), rank), (Code::Closed, "here: rank 3 left", None));
+        // Handed on, it stays as it was; only the rank that shows it puts words before it.
+        assert_eq!(encode_refusal(&got.during("there"), None), b);
+        assert_eq!(decode_refusal(&encode_refusal(&f, Some(3))).unwrap().1, Some(3));
+        let long = encode_refusal(&Failure::new(Code::Other(4), "é".repeat(2000)), None);
+        assert!(long.len() <= MAX_REFUSAL);
+        assert_eq!(decode_refusal(&long).unwrap().0.code, Code::Other(4));
+        let mut foreign = b.clone();
+        foreign[0] ^= 1;
+        assert_eq!(decode_refusal(&foreign), None);
+        assert_eq!(decode_refusal(&b[..7]), None);
+    }
+
+    #[test]
     fn root_ids_in_three_forms() {
         assert_eq!(addr().to_string(), "10.1.2.3:4567");
         match parse_root_id("[fe80::1%3]:80").unwrap() {
             RootId::Address(a) => assert_eq!((a.to_string(), a.0[24]), ("[fe80::1]:80".into(), 3)),
             other => panic!("{other:?}"),
         }
+        let kinds = |text: &str| match parse_root_id(text) {
+            Ok(RootId::Address(a)) => (a.is_loopback(), a.is_link_local(), a.ip()),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(kinds("127.0.1.1:5"), (true, false, "127.0.1.1".into()));
+        assert_eq!(kinds("[::1]:5"), (true, false, "[::1]".into()));
+        assert_eq!(kinds("[fe80::1%3]:5"), (false, true, "[fe80::1]".into()));
+        assert_eq!(kinds("169.254.1.1:5"), (false, true, "169.254.1.1".into()));
+        assert_eq!(kinds("10.0.0.1:5"), (false, false, "10.0.0.1".into()));
+        // The longest name that DNS allows.
+        let full = [&"a".repeat(63), &"b".repeat(63), &"c".repeat(63), &"d".repeat(61)].map(String::as_str).join(".");
+        assert_eq!(full.len(), 253);
+        assert_eq!(parse_root_id(&format!("{full}:1")).unwrap(), RootId::Name(full.clone(), 1));
+        assert!(parse_root_id(&format!("{full}e:1")).is_err());
         let long = format!("{}.example:1", "a".repeat(200));
         assert!(matches!(parse_root_id(&long), Ok(RootId::Name(_, 1))));
         for bad in ["", "x", "host:", ":5", "host:70000", "::1:5", "[::1]", "a b:3", &"h".repeat(400)] {
@@ -389,6 +469,7 @@ mod tests {
             let _ = Header::decode(&bytes);
             let _ = Info::decode(&bytes);
             let _ = RootAnswer::decode(&bytes);
+            let _ = decode_refusal(&bytes);
             let _ = Hello::decode(&bytes);
             let _ = Address::of_id(&bytes);
             let _ = parse_root_id(&text);

@@ -1,0 +1,72 @@
+//! The program `wccl` as a launcher, when something goes wrong: one rank fails, and the group ends at once with its name and
+//! its reason. docs/faults.md lists what is asserted here.
+
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+/// What the launcher may take on a loaded machine; the ranks that are to be ended would sleep far longer.
+const SOON: Duration = Duration::from_secs(30);
+
+/// Runs `script` once per rank by `wccl run`.
+fn ranks(n: usize, script: &str) -> (Output, String) {
+    let begun = Instant::now();
+    let out = Command::new(env!("CARGO_BIN_EXE_wccl"))
+        .args(["run", "-r", &n.to_string(), "--tag", "--", "sh", "-c", script, env!("CARGO_BIN_EXE_wccl")])
+        .env("CCOM_SOCKET_IFNAME", "lo")
+        .output()
+        .unwrap();
+    assert!(begun.elapsed() < SOON, "the group took {:?} to end", begun.elapsed());
+    let said = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    (out, said)
+}
+
+fn has(text: &str, words: &[&str]) {
+    for w in words {
+        assert!(text.contains(w), "`{w}` is not in: {text}");
+    }
+}
+
+/// A plugin that does not load on one rank ends the group at once: the reason, the plugin, the rank.
+#[test]
+fn a_plugin_that_does_not_load_on_one_rank_ends_the_group_at_once() {
+    let broken = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("broken-{}.wasm", std::process::id()));
+    std::fs::write(&broken, b"\0asm this is no plugin").unwrap();
+    let file = broken.display().to_string();
+    let (out, said) =
+        ranks(3, &format!("if [ $RANK = 1 ]; then WCCL_PLUGIN='{file}' exec \"$0\" info; fi; exec sleep 600"));
+    std::fs::remove_file(&broken).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    has(&said, &["Error opening libnccom.so, cannot use collective operations", &file]);
+    has(&said, &["rank 1 of 3 (pid ", "exited with code 1; the 2 ranks still running were ended"]);
+}
+
+#[test]
+fn a_rank_that_is_killed_is_named_with_its_signal() {
+    let (out, said) = ranks(3, "if [ $RANK = 2 ]; then kill -SEGV $$; fi; exec sleep 600");
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    has(&said, &["rank 2 of 3 (pid ", "was killed by signal 11 (SIGSEGV)"]);
+}
+
+/// A stopped rank does not keep the launcher from ending the group.
+#[test]
+fn a_stopped_rank_is_ended_with_the_others() {
+    let (out, said) = ranks(2, "if [ $RANK = 1 ]; then sleep 0.5; exit 3; fi; kill -STOP $$; exec sleep 600");
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    has(&said, &["rank 1 of 2 (pid ", "exited with code 3; the one rank still running was ended"]);
+}
+
+/// A whole run of the demo under a deadline: what a user of the program sees of a mistake in the environment.
+#[test]
+fn an_interface_that_does_not_exist_ends_a_demo_with_the_reason() {
+    let out = Command::new(env!("CARGO_BIN_EXE_wccl"))
+        .args(["demo", "-r", "2"])
+        .env("CCOM_SOCKET_IFNAME", "eth9")
+        .output()
+        .unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    has(
+        &said,
+        &["No usable listening interface found", "lo (127.0.0.1)", "CCOM_SOCKET_IFNAME=eth9 matches none of them"],
+    );
+}

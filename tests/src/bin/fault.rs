@@ -1,0 +1,376 @@
+//! One rank of a fault scenario, in a process of its own. `fault SCRIPT`; RANK, WORLD_SIZE and NEURON_RT_ROOT_COMM_ID say who
+//! it is. Joins, prints `ready`, then runs the script: steps separated by spaces, a step is `name:argument:...`.
+//!
+//! | step | what it does |
+//! |---|---|
+//! | `all_reduce:T:OP:N`, `broadcast:T:N:ROOT`, `reduce:T:OP:N:ROOT`, `all_gather:T:N`, ... | a collective of N elements in private memory |
+//! | `t_all_reduce:N` | all_reduce of fp32 in device memory |
+//! | `barrier` | |
+//! | `zero` | every collective with a count of 0, private and device memory |
+//! | `odd` | all_reduce at every alignment from 1 to 15, with bytes around the buffers watched |
+//! | `sleep:MS` | |
+//! | `say:WORD`, `exit:CODE` | |
+//! | `abort_in:MS` | a thread that aborts twice after MS milliseconds and says how long that took |
+//! | `free` | frees the communicator, and says how long that took |
+//! | `loop` | all_reduce of 1 MiB in device memory for ever |
+//! | `work:N` | N all_reduce calls of varying sizes, each verified |
+//! | `fork` | forks; the child calls barrier; the parent says what the child said, then goes on |
+//! | `open` | says how many descriptors are open |
+//!
+//! A failure prints `error NUMBER NAME: text`, before it whether a user's buffer was written, and exits with code 1.
+//!
+//! Variables: FAULT_ABORT_INIT_MS aborts the init after so long; FAULT_ITIMER_US has a signal interrupt every system call
+//! at that rate; FAULT_SEGV installs a handler for SIGSEGV before the runtime opens, and faults after the script;
+//! FAULT_CYCLES=N joins and frees N times in this process before it runs the script; FAULT_LOG prints warnings.
+//!
+//! `unsafe` stands here because forking, signals and timers are what is tested.
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use host_runtime::abort::AbortToken;
+use host_runtime::error::Error;
+use host_runtime::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
+use host_runtime::{DataType, ReduceOp};
+
+mod sys {
+    //! The few calls of the C library that std does not offer.
+
+    /// `struct itimerval`: interval and first, each seconds and microseconds.
+    #[repr(C)]
+    pub(crate) struct Itimerval(pub [i64; 2], pub [i64; 2]);
+
+    unsafe extern "C" {
+        pub(crate) fn fork() -> i32;
+        pub(crate) fn _exit(code: i32) -> !;
+        pub(crate) fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+        pub(crate) fn signal(number: i32, handler: usize) -> usize;
+        pub(crate) fn siginterrupt(number: i32, flag: i32) -> i32;
+        pub(crate) fn setitimer(which: i32, new: *const Itimerval, old: *mut Itimerval) -> i32;
+        pub(crate) fn write(fd: i32, bytes: *const u8, n: usize) -> isize;
+    }
+}
+
+const SIGSEGV: i32 = 11;
+const SIGALRM: i32 = 14;
+
+extern "C" fn nothing(_: i32) {}
+
+extern "C" fn report_and_exit(_: i32) {
+    let text = b"own handler\n";
+    // SAFETY: both calls are allowed in a signal handler; the bytes are static.
+    unsafe {
+        sys::write(1, text.as_ptr(), text.len());
+        sys::_exit(77)
+    }
+}
+
+fn number(name: &str) -> Result<usize> {
+    let text = std::env::var(name).with_context(|| format!("{name} is not set"))?;
+    text.parse().with_context(|| format!("{name}={text} is no number"))
+}
+
+fn optional(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    // A test that is over does not read.
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+/// Prints warnings and errors as they come.
+struct Warnings;
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, of: &tracing::Metadata<'_>) -> bool {
+        *of.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Text(String);
+        impl tracing::field::Visit for Text {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                use std::fmt::Write as _;
+                // Writing to a string cannot fail.
+                let _ = write!(self.0, " {}={value:?}", field.name());
+            }
+        }
+        let mut text = Text(String::new());
+        event.record(&mut text);
+        say(&format!("log {}{}", event.metadata().level(), text.0));
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+fn main() -> ExitCode {
+    if optional("FAULT_LOG").is_some() && tracing::subscriber::set_global_default(Warnings).is_err() {
+        say("the log is not printed: another subscriber is set");
+    }
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            match e.downcast_ref::<Error>() {
+                Some(known) => say(&format!("error {} {}: {known}", known.status().0, known.status().name())),
+                None => say(&format!("error - -: {e:#}")),
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    let script = std::env::args().nth(1).unwrap_or_default();
+    let (rank, n) = (number("RANK")?, number("WORLD_SIZE")?);
+    let root = std::env::var("NEURON_RT_ROOT_COMM_ID")?;
+    let segv = optional("FAULT_SEGV").is_some();
+    if segv {
+        let handler = report_and_exit as extern "C" fn(i32) as usize;
+        // SAFETY: the handler only makes calls that are allowed in one.
+        unsafe { sys::signal(SIGSEGV, handler) };
+    }
+    if let Some(us) = optional("FAULT_ITIMER_US") {
+        let every = [0, us as i64];
+        // SAFETY: the handler does nothing; the pointers are to a value that lives here, and null is allowed.
+        unsafe {
+            sys::signal(SIGALRM, nothing as extern "C" fn(i32) as usize);
+            sys::siginterrupt(SIGALRM, 1);
+            sys::setitimer(0, &sys::Itimerval(every, every), std::ptr::null_mut());
+        }
+    }
+    let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
+    if let Some(e) = runtime.load_error() {
+        bail!("{}", e.sentinel);
+    }
+    for _ in 0..optional("FAULT_CYCLES").unwrap_or(0) {
+        let mut comm = runtime.init_comm(CommOptions::with_root(root.clone(), rank, n))?;
+        comm.barrier()?;
+    }
+    let token = AbortToken::new()?;
+    if let Some(ms) = optional("FAULT_ABORT_INIT_MS") {
+        abort_in(ms, token.clone());
+    }
+    let options = CommOptions { abort: Some(token), ..CommOptions::with_root(root, rank, n) };
+    let mut comm = Some(runtime.init_comm(options)?);
+    say("ready");
+    for step in script.split_whitespace() {
+        let words: Vec<&str> = step.split(':').collect();
+        if words[0] == "free" {
+            let begun = Instant::now();
+            drop(comm.take());
+            say(&format!("freed in {} ms", begun.elapsed().as_millis()));
+            continue;
+        }
+        carry_out(comm.as_mut().context("the communicator is freed")?, &words).context_of_step(step)?;
+    }
+    say("done");
+    if segv {
+        // SAFETY: none; the fault is what is wanted, and the handler ends the process.
+        unsafe { std::ptr::without_provenance_mut::<u8>(8).write_volatile(1) };
+    }
+    Ok(())
+}
+
+/// Keeps errors of the runtime as they are, for their status, and puts the step before others.
+trait OfStep {
+    fn context_of_step(self, step: &str) -> Result<()>;
+}
+
+impl OfStep for Result<()> {
+    fn context_of_step(self, step: &str) -> Result<()> {
+        self.map_err(|e| if e.is::<Error>() { e } else { e.context(format!("step {step}")) })
+    }
+}
+
+fn abort_in(ms: u64, token: AbortToken) {
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(ms));
+        let begun = Instant::now();
+        token.abort("the user said stop");
+        token.abort("and again");
+        say(&format!("aborted in {} ms", begun.elapsed().as_millis()));
+    });
+}
+
+/// Runs a collective on private buffers whose output is watched.
+fn watched(
+    comm: &mut Communicator,
+    input: usize,
+    output: usize,
+    f: impl FnOnce(&mut Communicator, Io<'_>) -> Result<(), Error>,
+) -> Result<()> {
+    let (src, mut dst) = (vec![1u8; input], vec![0xA5u8; output]);
+    let answer = f(comm, Io::Host { src: &src, dst: &mut dst });
+    if answer.is_err() {
+        let written = dst.iter().any(|b| *b != 0xA5) || src.iter().any(|b| *b != 1);
+        say(if written { "a user's buffer was written" } else { "no user's buffer was written" });
+    }
+    Ok(answer?)
+}
+
+fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
+    let n = comm.nranks();
+    let num = |i: usize| -> Result<usize> { Ok(words.get(i).context("an argument is missing")?.parse()?) };
+    let word = |i: usize| words.get(i).copied().context("an argument is missing");
+    match words[0] {
+        "barrier" => Ok(comm.barrier()?),
+        "all_reduce" => {
+            let (t, op, count): (DataType, ReduceOp, _) = (word(1)?.parse()?, word(2)?.parse()?, num(3)?);
+            let bytes = count * t.size();
+            watched(comm, bytes, bytes, |c, io| c.all_reduce(io, count as u64, t, op))
+        }
+        "reduce" => {
+            let (t, op, count, root): (DataType, ReduceOp, _, _) =
+                (word(1)?.parse()?, word(2)?.parse()?, num(3)?, num(4)?);
+            let bytes = count * t.size();
+            watched(comm, bytes, bytes, |c, io| c.reduce(io, count as u64, t, op, root))
+        }
+        "broadcast" => {
+            let (t, count, root): (DataType, _, _) = (word(1)?.parse()?, num(2)?, num(3)?);
+            let bytes = count * t.size();
+            watched(comm, bytes, bytes, |c, io| c.broadcast(io, count as u64, t, root))
+        }
+        "all_gather" => {
+            let (t, count): (DataType, _) = (word(1)?.parse()?, num(2)?);
+            let bytes = count * t.size();
+            watched(comm, bytes, n * bytes, |c, io| c.all_gather(io, count as u64, t))
+        }
+        "t_all_reduce" => {
+            let count = num(1)?;
+            let (a, b) = (comm.tensor(4 * count as u64)?, comm.tensor(4 * count as u64)?);
+            b.write(0, &vec![0xA5; 4 * count])?;
+            let answer = comm.all_reduce(Io::device(&a, &b), count as u64, DataType::Fp32, ReduceOp::Sum);
+            if answer.is_err() {
+                let mut now = vec![0; 4 * count];
+                b.read(0, &mut now)?;
+                let written = now.iter().any(|b| *b != 0xA5);
+                say(if written { "a user's buffer was written" } else { "no user's buffer was written" });
+            }
+            Ok(answer?)
+        }
+        "zero" => zero(comm),
+        "odd" => odd(comm),
+        "work" => work(comm, num(1)?),
+        "loop" => {
+            let t = comm.tensor(1 << 20)?;
+            loop {
+                comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Max)?;
+            }
+        }
+        "sleep" => {
+            // Signals end a sleep early only by being counted off it: std goes on.
+            std::thread::sleep(Duration::from_millis(num(1)? as u64));
+            Ok(())
+        }
+        "say" => {
+            say(word(1)?);
+            Ok(())
+        }
+        "exit" => std::process::exit(num(1)? as i32),
+        "abort_in" => {
+            abort_in(num(1)? as u64, comm.abort_token().clone());
+            Ok(())
+        }
+        "open" => {
+            say(&format!("open {}", std::fs::read_dir("/proc/self/fd")?.count() - 1));
+            Ok(())
+        }
+        "fork" => fork(comm),
+        other => bail!("unknown step `{other}`"),
+    }
+}
+
+/// A call of no elements is a call: it synchronises, and touches nothing.
+fn zero(comm: &mut Communicator) -> Result<()> {
+    use DataType::Fp32;
+    use ReduceOp::Sum;
+    let peers = Peers {
+        dst: Some((comm.rank() + 1) % comm.nranks()),
+        src: Some((comm.rank() + comm.nranks() - 1) % comm.nranks()),
+    };
+    let t = comm.tensor(0)?;
+    for device in [false, true] {
+        let io = || if device { Io::device(&t, &t) } else { Io::Host { src: &[], dst: &mut [] } };
+        comm.all_reduce(io(), 0, Fp32, Sum)?;
+        comm.all_gather(io(), 0, Fp32)?;
+        comm.reduce_scatter(io(), 0, Fp32, Sum)?;
+        comm.broadcast(io(), 0, Fp32, 0)?;
+        comm.reduce(io(), 0, Fp32, Sum, 0)?;
+        comm.all_to_all(io(), 0, Fp32)?;
+        comm.send_recv(io(), 0, Fp32, peers)?;
+        say(if device { "zero in device memory" } else { "zero in private memory" });
+    }
+    Ok(())
+}
+
+/// Buffers at every alignment; the bytes before and behind stay.
+fn odd(comm: &mut Communicator) -> Result<()> {
+    const ROOM: usize = 64;
+    let n = comm.nranks();
+    for at in 1..16usize {
+        for count in [1usize, 3, 7, 4097] {
+            let bytes = count * 4;
+            let mut src = vec![0xEEu8; bytes + 2 * ROOM];
+            let mut dst = src.clone();
+            let (from, to) = (at, 16 - at);
+            src[from..from + bytes].copy_from_slice(&[1f32; 4097].map(f32::to_le_bytes).as_flattened()[..bytes]);
+            let io = Io::Host { src: &src[from..from + bytes], dst: &mut dst[to..to + bytes] };
+            comm.all_reduce(io, count as u64, DataType::Fp32, ReduceOp::Sum)?;
+            let right = (n as f32).to_le_bytes();
+            ensure!(dst[to..to + bytes].chunks(4).all(|c| c == right), "wrong sum at alignment {at}, count {count}");
+            let around = dst[..to].iter().chain(&dst[to + bytes..]).all(|b| *b == 0xEE);
+            ensure!(around, "bytes around the output were written at alignment {at}, count {count}");
+        }
+    }
+    Ok(())
+}
+
+fn work(comm: &mut Communicator, calls: usize) -> Result<()> {
+    let n = comm.nranks();
+    for i in 0..calls {
+        let count = [1usize, 100, 5_000, 300_000][i % 4];
+        let mut ones = vec![1u8; count];
+        comm.all_reduce(Io::HostInPlace(&mut ones), count as u64, DataType::Uint8, ReduceOp::Sum)?;
+        ensure!(ones.iter().all(|v| usize::from(*v) == n), "wrong sum in call {i}");
+    }
+    Ok(())
+}
+
+/// The child of a fork must not use the communicator; the parent must not notice that it tried.
+fn fork(comm: &mut Communicator) -> Result<()> {
+    // SAFETY: no other thread of this program holds a lock that the child needs: the runtime's own threads sleep, and the
+    // child only makes the one call under test, writes a line and ends.
+    match unsafe { sys::fork() } {
+        -1 => bail!("fork failed: {}", std::io::Error::last_os_error()),
+        0 => {
+            let said = comm.barrier().map_or_else(|e| e.to_string(), |()| "the child's barrier went through".into());
+            say(&format!("child: {said}"));
+            // SAFETY: ends the child without running destructors that belong to the parent.
+            unsafe { sys::_exit(0) }
+        }
+        child => {
+            let mut status = 0;
+            // SAFETY: the pointer is to a local; the child is ours.
+            while unsafe { sys::waitpid(child, &mut status, 0) } == -1 {
+                let e = std::io::Error::last_os_error();
+                ensure!(e.kind() == std::io::ErrorKind::Interrupted, "waiting for the child: {e}");
+            }
+            ensure!(status == 0, "the child ended with status {status}");
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Loading, using and unloading a plugin again and again leaves memory and descriptors flat. The one test of this binary: it
+//! reads numbers of the whole process, and a test binary runs its tests as threads of one.
+
+mod common;
+
+use common::{config, free_port};
+use host_runtime::DataType;
+use host_runtime::nrt::{CommOptions, Io, Runtime};
+
+/// Rounds before the first look: allocators and the engine keep what they will use again.
+const WARM: usize = 40;
+/// Rounds between the looks.
+const ROUNDS: usize = 400;
+
+fn resident() -> usize {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap();
+    text.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}
+
+fn counted(of: &str) -> usize {
+    std::fs::read_dir(of).unwrap().count()
+}
+
+fn round() {
+    let runtime = Runtime::open(config()).unwrap();
+    assert_eq!(runtime.load_error(), None);
+    let root = format!("127.0.0.1:{}", free_port());
+    let mut comm = runtime.init_comm(CommOptions::with_root(root, 0, 1)).unwrap();
+    let mut bytes = [7u8; 64];
+    comm.all_gather(Io::HostInPlace(&mut bytes), 64, DataType::Uint8).unwrap();
+    // The names it goes by are intact after however many rounds.
+    assert_eq!(runtime.forward().version_info().unwrap().compatibility, 89);
+}
+
+#[test]
+fn loading_using_and_unloading_leaves_memory_and_descriptors_flat() {
+    for _ in 0..WARM {
+        round();
+    }
+    let (memory, descriptors, threads) = (resident(), counted("/proc/self/fd"), counted("/proc/self/task"));
+    for _ in 0..ROUNDS {
+        round();
+    }
+    let now = (resident(), counted("/proc/self/fd"), counted("/proc/self/task"));
+    let grown = now.0.saturating_sub(memory);
+    println!(
+        "{ROUNDS} rounds: {grown} bytes more, descriptors {descriptors} to {}, threads {threads} to {}",
+        now.1, now.2
+    );
+    assert!(now.1 <= descriptors, "descriptors grew from {descriptors} to {}", now.1);
+    assert!(now.2 <= threads, "threads grew from {threads} to {}", now.2);
+    // A leak of a page a round would be 1.6 MB; one of an instance's memory, hundreds.
+    assert!(grown < ROUNDS * 4096, "{grown} bytes more after {ROUNDS} rounds");
+}
