@@ -301,7 +301,8 @@ mod tests {
             assert_eq!(hop.moved, (2 + 4 + 1) * 4096);
             let staged = cost(Op::AllReduce, b, Algorithm::Staged, Memory::Host, rank, n);
             assert_eq!(staged.from_peers, 3 * b / 4 + 3 * b / 4);
-            assert_eq!(staged.piece, 512 * 1024);
+            // Of a piece of 256 KiB the rank's own quarter is not staged: what lies before it and behind it is.
+            assert_eq!(staged.piece, if rank == 0 || rank == n - 1 { 192 * 1024 } else { 128 * 1024 });
         }
     }
 }

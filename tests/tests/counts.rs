@@ -95,6 +95,26 @@ impl Buffers {
     }
 }
 
+/// What is counted here: the collectives whose bytes follow from one count. Those with lists cost a comparison of the lists
+/// besides, and allocate when a list is new.
+const COUNTED: [Op; 10] = [
+    Op::AllReduce,
+    Op::AllGather,
+    Op::ReduceScatter,
+    Op::Broadcast,
+    Op::Reduce,
+    Op::AllToAll,
+    Op::SendRecv,
+    Op::Barrier,
+    Op::Gather,
+    Op::Scatter,
+];
+
+/// Whether the test issues the in-place form.
+fn has_in_place(op: Op) -> bool {
+    !matches!(op, Op::SendRecv | Op::Gather | Op::Scatter)
+}
+
 /// Calls `op` on fp32; root 1, or the ring's neighbours for send_recv.
 fn run(comm: &mut Communicator, io: Io<'_>, op: Op, count: usize) {
     let (rank, n, c, dtype) = (comm.rank(), comm.nranks(), count as u64, DataType::Fp32);
@@ -109,6 +129,9 @@ fn run(comm: &mut Communicator, io: Io<'_>, op: Op, count: usize) {
             comm.send_recv(io, c, dtype, Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) })
         }
         Op::Barrier => comm.barrier(),
+        Op::Gather => comm.gather(io, c, dtype, 1),
+        Op::Scatter => comm.scatter(io, c, dtype, 1),
+        other => panic!("{} is not counted", other.name()),
     }
     .unwrap();
 }
@@ -124,10 +147,10 @@ fn nothing_is_allocated_and_no_component_called_in_the_steady_state() {
             let mut buffers = Buffers::new(&comm, 300_001 * 4 * n);
             let runtime = comm.runtime().clone();
             // Device or private, in place or not.
-            let mixed: Vec<(Op, bool, bool, usize)> = Op::ALL
+            let mixed: Vec<(Op, bool, bool, usize)> = COUNTED
                 .into_iter()
                 .flat_map(|op| [(true, false), (true, true), (false, false), (false, true)].map(|m| (op, m.0, m.1)))
-                .filter(|(op, _, in_place)| !in_place || *op != Op::SendRecv)
+                .filter(|(op, _, in_place)| !in_place || has_in_place(*op))
                 .flat_map(|(op, device, in_place)| counts.map(|count| (op, device, in_place, count)))
                 .collect();
             let one = |comm: &mut Communicator, buffers: &mut Buffers, i: usize| {
@@ -174,8 +197,10 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
         Algorithm::OneHop => match op {
             Op::AllReduce => (b, n * b),
             Op::ReduceScatter => (n * b, n * b),
-            Op::AllGather => (b + n * b, 0),
-            Op::AllToAll => (n * b + n * b, 0),
+            Op::AllGather => (b + (n - 1) * b + own, 0),
+            Op::AllToAll => (n * b + (n - 1) * b + own, 0),
+            Op::Gather => (if root { (n - 1) * b + own } else { b }, 0),
+            Op::Scatter => (if root { n * b + own } else { b }, 0),
             Op::Broadcast => (b + if root { own } else { 0 }, 0),
             Op::Reduce => {
                 if root {
@@ -186,6 +211,7 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
             }
             Op::SendRecv => (b + b, 0),
             Op::Barrier => (0, 0),
+            other => panic!("no theory for {}", other.name()),
         },
         // Reads where the peers' tensors lie, writes where results must end: the minimum, since no byte is staged.
         Algorithm::Mesh => match op {
@@ -199,6 +225,9 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
             Op::Broadcast => (if root { own } else { b }, 0),
             Op::SendRecv => (b, 0),
             Op::Barrier => (0, 0),
+            Op::Gather => (if root { (n - 1) * b + own } else { 0 }, 0),
+            Op::Scatter => (if root { own } else { b }, 0),
+            other => panic!("no theory for {}", other.name()),
         },
         // n − 1 steps of one n-th each, twice: 2(n − 1)/n of the vector passes each rank, the first half of it reduced
         // with the rank's own input (two sources).
@@ -229,31 +258,46 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
             }
             Op::SendRecv => (b + b, 0),
             Op::Barrier => (0, 0),
+            Op::Gather => (if root { (n - 1) * b + own } else { b }, 0),
+            Op::Scatter => (if root { (n - 1) * b + own } else { b }, 0),
+            other => panic!("no theory for {}", other.name()),
         },
+        // Powers of two: each step halves what is reduced from two sources, then doubles what is gathered.
+        Algorithm::Halving => match op {
+            Op::AllReduce => ((n - 1) * b / n, 2 * (n - 1) * b / n),
+            Op::AllGather => ((n - 1) * b + own, 0),
+            other => panic!("no halving for {}", other.name()),
+        },
+        other => panic!("no theory for {}", other.name()),
     }
 }
 
 /// Every collective in every algorithm that serves it, in place and not.
 #[test]
 fn each_rank_moves_the_bytes_of_the_theory() {
-    for algorithm in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged] {
+    let algorithms = [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged, Algorithm::Halving];
+    for algorithm in algorithms {
         for n in [2usize, 3, 4, 5] {
+            if algorithm == Algorithm::Halving && !n.is_power_of_two() {
+                continue;
+            }
             let forced = RuntimeConfig { algorithm: Some(algorithm), ..config() };
             world(n, &forced, move |mut comm| {
                 let (rank, lanes) = (comm.rank(), comm.rings().len().clamp(1, 4));
                 // The ring's formula wants parts that are all alike; the largest has several staging pieces.
                 let counts = match algorithm {
                     Algorithm::OneHop => vec![1, 7, 401],
-                    Algorithm::Ring => vec![n * lanes, 77 * n * lanes, 20_000 * n * lanes],
+                    Algorithm::Ring | Algorithm::Halving => vec![n * lanes, 77 * n * lanes, 20_000 * n * lanes],
                     _ => vec![1, 3001, 300_001],
                 };
                 let mut buffers = Buffers::new(&comm, counts[2] * 4 * n);
-                for op in Op::ALL {
-                    let served = algorithm != Algorithm::Ring || matches!(op, Op::AllReduce | Op::AllGather);
+                for op in COUNTED {
+                    let served = !matches!(algorithm, Algorithm::Ring | Algorithm::Halving)
+                        || matches!(op, Op::AllReduce | Op::AllGather);
                     for (count, in_place) in counts.iter().flat_map(|c| [(*c, false), (*c, true)]) {
                         let device =
                             algorithm != Algorithm::Staged && (algorithm != Algorithm::OneHop || count % 2 == 1);
-                        if !served || in_place && op == Op::SendRecv {
+                        if !served || in_place && !has_in_place(op) {
                             continue;
                         }
                         let before = comm.counters();

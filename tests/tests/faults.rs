@@ -4,6 +4,8 @@
 //! Every wait has a bound against hangs, [`support::HANG`]; where the product promises "within a second", the time is
 //! measured and printed, and asserted with the margin [`support::SOON`], because machines that run tests are loaded.
 
+mod common;
+
 #[path = "faults/calls.rs"]
 mod calls;
 #[path = "faults/limits.rs"]

@@ -111,7 +111,7 @@ impl Group {
     }
 
     fn choice(&self, forced: Option<Algorithm>, one_hop_max: u64) -> Algorithm {
-        choose_with(&self.call(0), self.list.view(), self.n, forced, one_hop_max)
+        choose_with(&self.call(0), self.list.view(), self.n, forced, Some(one_hop_max))
     }
 
     fn call(&self, rank: usize) -> Call {

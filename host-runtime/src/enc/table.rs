@@ -239,7 +239,8 @@ impl Table {
             Row { memory: Some(Memory::Host), algorithm: Algorithm::Staged, ..any },
             Row { op: Some(Op::Broadcast), up_to: 2048, ..few },
         ];
-        rows.extend([Op::Broadcast, Op::Reduce, Op::SendRecv].map(|op| Row { op: Some(op), up_to: most, ..many }));
+        let one_way = [Op::Broadcast, Op::Reduce, Op::SendRecv, Op::Gather, Op::Scatter, Op::Permute];
+        rows.extend(one_way.map(|op| Row { op: Some(op), up_to: most, ..many }));
         rows.extend([
             Row { up_to: 256, ..few },
             Row { up_to: 2048, ..many },

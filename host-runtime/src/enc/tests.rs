@@ -180,7 +180,7 @@ fn a_schedule_in_words_has_a_line_for_each_step() {
     let text = explain(&s).to_string();
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines.len(), 1 + s.steps.len());
-    assert_eq!(lines[0], "all_reduce fp32 avg count 2 algorithm 2: 8 bytes in, 8 bytes out");
+    assert_eq!(lines[0], "all_reduce fp32 avg count 2 by mesh: 8 bytes in, 8 bytes out");
     assert_eq!(lines[1], "   0 wait for rank 1 to arrive");
     assert_eq!(lines[2], "   1 avg of 2, 1 elements, to out+0: in+0, in of rank 1+0");
     assert_eq!(lines[3], "   2 copy 4 bytes: out+0 to out of rank 1+0");

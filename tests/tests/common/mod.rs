@@ -19,9 +19,21 @@ pub fn config() -> RuntimeConfig {
     c
 }
 
-/// A port of the loopback interface that was free a moment ago.
+/// A free port of the loopback interface that no other caller gets: below those that the kernel hands out by itself, so that
+/// no connection takes it meanwhile.
 pub fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    // Test binaries of one run begin at different places.
+    let begin = std::process::id().wrapping_mul(257);
+    for _ in 0..1000 {
+        let nth = begin.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
+        let port = 20_000 + (nth % 12_000) as u16;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+    panic!("no port between 20000 and 32000 is free");
 }
 
 /// Runs `f` on every rank of a global group and answers the results in rank order. A rank that panics fails the test.

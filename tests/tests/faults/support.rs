@@ -18,9 +18,9 @@ pub fn alone() -> std::sync::MutexGuard<'static, ()> {
     MANY.lock().unwrap_or_else(|p| p.into_inner())
 }
 
-/// A port of the loopback interface that was free a moment ago.
+/// Where a group may meet.
 pub fn free_root() -> String {
-    format!("127.0.0.1:{}", std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port())
+    format!("127.0.0.1:{}", crate::common::free_port())
 }
 
 #[derive(Default)]

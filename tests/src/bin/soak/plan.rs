@@ -3,7 +3,7 @@
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 
-use crate::collective::{Case, Memory};
+use crate::collective::{self, Case, Memory};
 
 /// Numbers from a seed: splitmix64.
 #[derive(Debug, Clone)]
@@ -161,9 +161,11 @@ pub fn operation(rng: &mut Rng, n: usize, meeting: bool) -> Operation {
     let bytes = if rng.below(20) == 0 { 0 } else { (1u64 << power) + rng.draw() % (1 << power) };
     let mut case = Case::of_bytes(op, dtype, redop, bytes, n);
     case.root = rng.below(n);
-    case.in_place = rng.below(2) == 0 && op != Op::SendRecv;
+    case.in_place = rng.below(2) == 0 && collective::has_in_place(op);
     case.seed = rng.draw();
-    Operation { case, memory: rng.pick(&[Memory::Hbm, Memory::Host]) }
+    // A group moves tensors only.
+    let memory = rng.pick(&[Memory::Hbm, if op == Op::Group { Memory::Hbm } else { Memory::Host }]);
+    Operation { case, memory }
 }
 
 #[cfg(test)]
