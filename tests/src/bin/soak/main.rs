@@ -335,7 +335,8 @@ impl Soak {
         for r in members {
             self.answer(*r, "done")?;
         }
-        let named = format!("rank {place} (pid {})", self.processes[round.victim].child.id());
+        // "rank 1 (pid 7)" of a death, "rank 1 (host H, pid 7)" of a time-out.
+        let (rank, pid) = (format!("rank {place} ("), format!("pid {})", self.processes[round.victim].child.id()));
         for r in members {
             if !death && *r == round.victim {
                 self.tell(*r, format!("sleep {}", SHORT_MS * 3 / 2))?;
@@ -351,8 +352,12 @@ impl Soak {
         }
         for r in members.iter().filter(|r| **r != round.victim) {
             let said = self.answer(*r, "failed")?;
-            if !said.contains(&named) {
-                bail!("process {r} does not name {named} as the cause, but says: {said}");
+            if !said
+                .split(&rank)
+                .skip(1)
+                .any(|rest| rest.split_once(')').is_some_and(|(who, _)| who.ends_with(&pid[..pid.len() - 1])))
+            {
+                bail!("process {r} does not name {rank}{pid} as the cause, but says: {said}");
             }
         }
         if death {
