@@ -184,6 +184,15 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     let job = if args.peer.is_wanted() {
         worker::Job::Peer(args.peer.job(args.buffers, args.algo.clone())?)
     } else if args.explain {
+        let by_lists =
+            |op: &&Op| matches!(op, Op::AllGatherV | Op::ReduceScatterV | Op::AllToAllV | Op::Permute | Op::Group);
+        if let Some(op) = args.collectives.iter().find(by_lists) {
+            let name = op.name();
+            return Err(Usage(format!(
+                "--explain: {name} is scheduled by the lists of a call, which are not known here"
+            ))
+            .into());
+        }
         worker::Job::Explain(explain::Job {
             collectives,
             sizes: sizes()?,
@@ -258,7 +267,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         )))?;
         anyhow::ensure!(
             op != Op::Group || job.memory == Memory::Hbm,
-            "group moves tensors in device memory only; leave out --memory host, or use alltoall"
+            "group moves tensors in device memory only; leave out --buffers host, or use alltoall"
         );
         let sizes = if op == Op::Barrier { &[0][..] } else { &job.sizes[..] };
         let cases: Vec<Case> = sizes

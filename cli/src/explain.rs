@@ -236,7 +236,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         for bytes in if op == Op::Barrier { &[0][..] } else { &job.sizes[..] } {
             let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
             case.root = job.root;
-            case.in_place = job.in_place && op != Op::SendRecv;
+            case.in_place = job.in_place && collective::has_in_place(op);
             let decision = policy.decide(&call(&case, job.memory, 0, n), n);
             let mut cost = Cost::default();
             for r in 0..n {

@@ -18,6 +18,8 @@ use crate::guard::{self, Guard};
 
 /// Bytes after which an unfinished line of a tagged rank is printed as it is.
 const MAX_LINE: u64 = 64 * 1024;
+/// How long the other ranks may go on when one has failed: to say what they saw of it.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// How long output of ranks that have ended is waited for: a grandchild may hold the pipe.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
@@ -149,6 +151,22 @@ fn watch(running: &mut Running, ranks: usize) -> anyhow::Result<()> {
         // A rank that was killed is the cause of what its peers report.
         failed.sort_by_key(|(rank, _, status)| (status.signal().is_none(), *rank));
         if let Some((rank, pid, status)) = failed.first() {
+            // The others may have something to say of it, and flight records to write.
+            let begun = std::time::Instant::now();
+            while !running.ranks.is_empty() && begun.elapsed() < LAST_WORDS {
+                let handles: Vec<&OwnedFd> = running.ranks.iter().map(|r| &r.handle).collect();
+                let left = LAST_WORDS.saturating_sub(begun.elapsed());
+                let ended = guard::wait(&handles, Some(left)).context("waiting for the other ranks")?;
+                let mut still = Vec::new();
+                for (mut r, ended) in running.ranks.drain(..).zip(ended) {
+                    if ended {
+                        r.child.wait().with_context(|| format!("waiting for rank {}", r.rank))?;
+                    } else {
+                        still.push(r);
+                    }
+                }
+                running.ranks = still;
+            }
             let others = running.ranks.len();
             let ended = match others {
                 0 => String::new(),

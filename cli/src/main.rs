@@ -144,7 +144,8 @@ fn main() -> ExitCode {
             // Whoever reads our output went away: nothing is wrong here, and nobody is left to tell.
             let unread = e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
             if !unread {
-                eprintln!("wccl: {e:#}");
+                // Stderr may be gone as well.
+                let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("wccl: {e:#}\n").as_bytes());
             }
             ExitCode::from(if usage { 2 } else { 1 })
         }

@@ -25,8 +25,13 @@ Examples:
   wccl top --once --flight     With the last operations of every rank: the flight recorder
   wccl top --once --json       For programs
 
-Columns: copied and reduced are GB/s of this rank's own work; waits are the waits a second that did not find their
-condition at once; calls is the number of component calls of the rank's runtime, which stays flat in the steady state.
+Columns:
+  comm      number of the communicator in its process
+  ops       operations completed, in all and a second
+  copied    GB/s that the rank itself copies; reduced: that it reads to reduce
+  waits/s   waits that did not find their condition at once
+  calls     component calls of the rank's runtime: flat in the steady state
+  doing     the operation under way and since when, or the last one
 
 Exit code: 0, or 1 with --once if there is no rank to look at.";
 
@@ -51,11 +56,13 @@ pub struct Args {
     json: bool,
 }
 
-/// One rank's segment, by the number of its memfd.
+/// One rank's segment.
 struct Seen {
     control: Control,
-    /// Whether the owner's process is there.
-    lives: bool,
+    /// The process that holds it, as this namespace numbers it.
+    pid: u32,
+    /// Whether that process is stopped (SIGSTOP, a debugger).
+    stopped: bool,
 }
 
 /// All control segments that this user may look at.
@@ -64,7 +71,8 @@ fn find(pid: Option<u32>) -> BTreeMap<u64, Seen> {
     let wanted = format!("/memfd:{CONTROL_NAME} (deleted)");
     // Processes end and descriptors close while one looks, and some are other users': all that is passed over.
     let Ok(processes) = std::fs::read_dir("/proc") else { return found };
-    for process in processes.flatten().filter(|p| p.file_name().to_string_lossy().parse::<u32>().is_ok()) {
+    for process in processes.flatten() {
+        let Ok(number) = process.file_name().to_string_lossy().parse::<u32>() else { continue };
         let Ok(fds) = std::fs::read_dir(process.path().join("fd")) else { continue };
         for fd in fds.flatten() {
             let path = fd.path();
@@ -73,9 +81,10 @@ fn find(pid: Option<u32>) -> BTreeMap<u64, Seen> {
             }
             let Ok(file) = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { continue };
             let Ok(inode) = rustix::fs::fstat(&file).map(|s| s.st_ino) else { continue };
+            // A forked child holds its parent's as well; the parent has the lower number, but for a wrap.
             if !found.contains_key(&inode)
-                && let Some(seen) = view(file)
-                && pid.is_none_or(|p| p == seen.control.pid())
+                && pid.is_none_or(|p| p == number)
+                && let Some(seen) = view(file, number)
             {
                 found.insert(inode, seen);
             }
@@ -84,10 +93,13 @@ fn find(pid: Option<u32>) -> BTreeMap<u64, Seen> {
     found
 }
 
-fn view(file: OwnedFd) -> Option<Seen> {
+fn view(file: OwnedFd, pid: u32) -> Option<Seen> {
     let control = Segment::watch(file).and_then(Control::of_anyone).ok()?;
-    let lives = std::path::Path::new(&format!("/proc/{}", control.pid())).exists();
-    Some(Seen { control, lives })
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name, which is in parentheses and may hold anything.
+    let stopped =
+        stat.rsplit_once(')').is_some_and(|(_, rest)| matches!(rest.trim_start().chars().next(), Some('T' | 't')));
+    Some(Seen { control, pid, stopped })
 }
 
 impl Seen {
@@ -103,7 +115,7 @@ impl Seen {
 
     fn state(&self) -> String {
         match self.control.state() {
-            (RankState::Alive, _) if !self.lives => "process ended".into(),
+            (RankState::Alive, _) if self.stopped => "process stopped".into(),
             (RankState::Alive, _) => "alive".into(),
             (RankState::Closed, _) => "closed".into(),
             (RankState::Aborted, why) => format!("aborted: {why}"),
@@ -139,7 +151,7 @@ fn rate(now: u64, before: u64, seconds: f64) -> f64 {
 
 fn table(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, args: &Args, paint: Paint) -> Vec<String> {
     let mut rows: Vec<(&u64, &Seen)> = seen.iter().collect();
-    rows.sort_by_key(|(_, s)| (s.control.who().0, s.control.pid(), s.control.comm()));
+    rows.sort_by_key(|(_, s)| (s.control.who().0, s.pid, s.control.comm()));
     let mut lines = vec![paint.bold(&format!(
         "{:>8} {:>5} {:>9} {:>11} {:>10} {:>8} {:>8} {:>9} {:>7}  {}",
         "pid", "comm", "rank", "ops", "ops/s", "copied", "reduced", "waits/s", "calls", "doing"
@@ -149,11 +161,11 @@ fn table(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, args: &Args,
         let was = before.get(inode).copied().unwrap_or(now);
         let (rank, n) = s.control.who();
         let gb = |now, was| rate(now, was, seconds) / 1e9;
-        let alive = s.lives && matches!(s.control.state().0, RankState::Alive);
+        let alive = !s.stopped && matches!(s.control.state().0, RankState::Alive);
         let doing = if alive { s.doing(&records) } else { format!("{}; {}", s.state(), s.doing(&records)) };
         let line = format!(
             "{:>8} {:>5} {:>9} {:>11} {:>10.0} {:>8.2} {:>8.2} {:>9.0} {:>7}  {doing}",
-            s.control.pid(),
+            s.pid,
             s.control.comm(),
             format!("{rank} of {n}"),
             now.ops,
@@ -196,7 +208,7 @@ struct JsonRecord {
     lane: usize,
     seq: u64,
     what: String,
-    algorithm: u8,
+    algorithm: &'static str,
     bytes: u64,
     start_ns: u64,
     took_ns: u64,
@@ -212,14 +224,14 @@ fn json(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, with_flight: 
             lane: *lane,
             seq: r.seq,
             what: r.what.clone(),
-            algorithm: r.algorithm,
+            algorithm: hw_bridge::peers::ALGORITHMS.get(usize::from(r.algorithm)).copied().unwrap_or("unknown"),
             bytes: r.bytes,
             start_ns: r.start_ns,
             took_ns: r.took.as_nanos() as u64,
             state: format!("{:?}", r.state).to_lowercase(),
         };
         let j = Json {
-            pid: s.control.pid(),
+            pid: s.pid,
             comm: s.control.comm(),
             rank,
             ranks,
@@ -259,7 +271,10 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         since = Instant::now();
         let lines = match (seen.is_empty(), args.json) {
             (true, true) => Vec::new(),
-            (true, false) => vec!["no rank of wccl runs on this machine, or none that this user may look at".into()],
+            (true, false) => vec![match args.pid {
+                Some(pid) => format!("process {pid} is no rank of wccl, or none that this user may look at"),
+                None => "no rank of wccl runs on this machine, or none that this user may look at".into(),
+            }],
             (false, true) => json(&seen, &before, seconds, args.flight)?,
             (false, false) => table(&seen, &before, seconds, args, paint),
         };

@@ -34,6 +34,10 @@ impl AbortToken {
 
     /// Ends whatever waits and whatever begins later. The first reason stays.
     pub fn abort(&self, reason: &str) {
+        if hw_bridge::fork::in_child() {
+            // The event is the parent's as well.
+            return;
+        }
         {
             // The reason first: whoever sees the flag reads it.
             let mut first = lock(&self.0.reason);
@@ -73,8 +77,11 @@ impl AbortToken {
 
     /// Lets the switch reach a data plane too; one token may serve several communicators.
     pub(crate) fn attach(&self, endpoint: hw_bridge::peers::Abort) {
-        // Stored before the look: an abort in between finds it.
-        lock(&self.0.endpoints).push(endpoint.clone());
+        // Stored before the look: an abort in between finds it. Those of communicators that are gone make room.
+        let mut endpoints = lock(&self.0.endpoints);
+        endpoints.retain(|e| !e.is_last());
+        endpoints.push(endpoint.clone());
+        drop(endpoints);
         if self.aborted() {
             endpoint.abort(&self.reason());
         }

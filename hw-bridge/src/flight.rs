@@ -204,6 +204,9 @@ impl Flight {
     pub(crate) fn begin(&self, seq: u64, header: &OpHeader, bytes: u64) {
         let e = self.entry(seq);
         let now = ticks();
+        // No sequence number while the fields are of two operations.
+        e.seq.store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
         e.state.store(State::Running as u64, Ordering::Relaxed);
         e.what.store(header.pack(), Ordering::Relaxed);
         e.count.store(header.count, Ordering::Relaxed);
@@ -240,9 +243,11 @@ impl Entry {
     fn snapshot(&self, epoch: (u64, u64), now: (u64, u64), ns: impl Fn(u64, u64) -> u64) -> Option<Record> {
         let get = |a: &AtomicU64| a.load(Ordering::Acquire);
         let seq = get(&self.seq);
+        // The state before the end: an operation that is done has its end.
+        let state = get(&self.state);
         let (what, count, bytes) = (get(&self.what), get(&self.count), get(&self.bytes));
         let (start, end) = (get(&self.start), get(&self.end));
-        let state = match get(&self.state) {
+        let state = match state {
             1 => State::Running,
             2 => State::Done,
             3 => State::Failed,

@@ -180,7 +180,7 @@ impl HbmBuf {
 impl Drop for HbmBuf {
     fn drop(&mut self) {
         if self.kept.load(Ordering::Relaxed) {
-            tracing::warn!(offset = self.offset, bytes = self.reserved, "device memory kept: a peer may still use it");
+            tracing::debug!(offset = self.offset, bytes = self.reserved, "device memory kept: a peer may still use it");
             return;
         }
         // A failed release costs memory, not correctness: the range is committed again before it is reused, but then

@@ -109,6 +109,7 @@ pub struct LinkServer {
 impl LinkServer {
     /// Binds a random abstract name and starts the serving thread, which sleeps while nobody asks.
     pub fn start() -> Result<LinkServer, LinkError> {
+        crate::fork::mark_process();
         let mut random = [0u8; 12];
         fill_random(&mut random).map_err(sys("reading random bytes for a link name"))?;
         let name: Vec<u8> = b"wccl-".iter().copied().chain(random.iter().flat_map(|b| hex(*b))).collect();
@@ -158,6 +159,11 @@ impl LinkServer {
 
 impl Drop for LinkServer {
     fn drop(&mut self) {
+        if crate::fork::in_child() {
+            // The server and its event are the parent's.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         // The event is ours and counts to 2^64: a write of 1 cannot fail in a way that matters.
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
@@ -237,6 +243,9 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
             Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants")),
             Ok(n) => got += n,
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                return Err(LinkError::Refused("it did not say in time what it wants"));
+            }
             Err(e) => return Err(sys("reading a link's hello")(e)),
         }
     }

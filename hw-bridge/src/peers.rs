@@ -278,6 +278,8 @@ mod ident {
 #[repr(C)]
 struct LaneHead {
     progress: Line<AtomicU64>,
+    /// The last operation that the rank left with an error.
+    left: Line<AtomicU64>,
     bell: Line<Bell>,
     tally: Line<Tally>,
 }
@@ -526,6 +528,15 @@ impl<'a> LaneView<'a> {
         self.head().progress.0.store(seq << 16 | u64::from(step), Ordering::Release);
     }
 
+    pub(crate) fn set_left(&self, seq: u64) {
+        self.head().left.0.store(seq, Ordering::Release);
+    }
+
+    /// The last operation that the rank left with an error: it touches nothing for it any more.
+    pub(crate) fn left(&self) -> u64 {
+        self.head().left.0.load(Ordering::Acquire)
+    }
+
     /// The owner's bell.
     #[inline]
     pub fn bell(&self) -> &'a Bell {
@@ -679,6 +690,11 @@ impl Abort {
         for lane in 0..LANES {
             self.control.lane(lane).bell().ring();
         }
+    }
+
+    /// Whether the communicator is gone and only this handle keeps its segment.
+    pub fn is_last(&self) -> bool {
+        Arc::strong_count(&self.control) == 1
     }
 
     /// Whether it happened.

@@ -73,7 +73,14 @@ impl Segment {
     }
 
     /// Maps another process's segment to look at it, without being able to write.
+    ///
+    /// # Errors
+    /// [`SegmentError::Foreign`] for one that could shrink under the reader.
     pub fn watch(fd: OwnedFd) -> Result<Segment, SegmentError> {
+        let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
+        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
+            return Err(SegmentError::Foreign("its size is not sealed".into()));
+        }
         let len = rustix::fs::fstat(&fd).map_err(|e| sys("inspection", 0, e))?.st_size as u64;
         let map = MmapOptions::new().map_raw_read_only(&fd).map_err(|e| sys("mapping", len, e))?;
         Ok(Segment { map, fd: None })

@@ -46,11 +46,7 @@ impl Bell {
     fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) {
         let before = self.rung.load(Ordering::SeqCst);
         self.sleeping.store(1, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        if asymmetric() {
-            // It was registered, and then it does not fail.
-            let _ = membarrier(MembarrierCommand::GlobalExpedited);
-        }
+        heavy_fence();
         if !ready() {
             let timeout = futex::Timespec { tv_sec: nap.as_secs() as i64, tv_nsec: i64::from(nap.subsec_nanos()) };
             // EAGAIN (rung meanwhile), EINTR and ETIMEDOUT all mean: look again.
@@ -78,6 +74,15 @@ pub fn publish_fence(kind: Fence) {
     }
 }
 
+/// The other side of [`Fence::Light`]: a fence here and, where publishers have none, on every core that runs one.
+pub(crate) fn heavy_fence() {
+    fence(Ordering::SeqCst);
+    if asymmetric() {
+        // It was registered, and then it does not fail.
+        let _ = membarrier(MembarrierCommand::GlobalExpedited);
+    }
+}
+
 /// Whether this process has its fences executed by those who go to sleep, and does so itself. Decided once.
 pub fn asymmetric() -> bool {
     static REGISTERED: OnceLock<bool> = OnceLock::new();
@@ -94,6 +99,8 @@ pub struct WaitPolicy {
     pub spins: u32,
     /// Looks with a yield of the core between.
     pub yields: u32,
+    /// Whether to sleep after that, or to go on looking.
+    pub sleeps: bool,
 }
 
 /// What a waiting rank does with its core.
@@ -125,15 +132,16 @@ impl WaitPolicy {
     pub fn of(mode: WaitMode, ranks: usize, cpus: usize) -> WaitPolicy {
         match mode {
             WaitMode::Auto => WaitPolicy::for_ranks(ranks, cpus),
-            WaitMode::Latency => WaitPolicy { spins: 20_000_000, yields: 1000 },
-            WaitMode::Cpu => WaitPolicy { spins: 0, yields: 0 },
+            WaitMode::Latency => WaitPolicy { spins: 20_000, yields: 20, sleeps: false },
+            WaitMode::Cpu => WaitPolicy { spins: 0, yields: 0, sleeps: true },
         }
     }
 
     /// For `ranks` ranks on this machine that share `cpus` cores: with a core for each, spinning is cheapest; with
     /// fewer, the peer we wait for may need the core we would spin on.
     pub fn for_ranks(ranks: usize, cpus: usize) -> WaitPolicy {
-        if ranks <= cpus { WaitPolicy { spins: 20_000, yields: 20 } } else { WaitPolicy { spins: 60, yields: 100 } }
+        let (spins, yields) = if ranks <= cpus { (20_000, 20) } else { (60, 100) };
+        WaitPolicy { spins, yields, sleeps: true }
     }
 }
 
@@ -185,7 +193,17 @@ fn wait_slowly<E>(
             check()?;
             last_check = Some(Instant::now());
         }
-        bell.sleep(crate::limits::NAP, &mut ready);
+        if policy.sleeps {
+            bell.sleep(crate::limits::NAP, &mut ready);
+            continue;
+        }
+        for _ in 0..SPINS_A_YIELD {
+            if ready() {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        std::thread::yield_now();
     }
 }
 
@@ -200,7 +218,7 @@ mod tests {
         let shared = Arc::new((Bell::default(), AtomicBool::new(false)));
         let other = shared.clone();
         let t = std::thread::spawn(move || {
-            let policy = WaitPolicy { spins: 1, yields: 1 };
+            let policy = WaitPolicy { spins: 1, yields: 1, sleeps: true };
             wait::<()>(&other.0, policy, || other.1.load(Ordering::Acquire), || Ok(()))
         });
         while shared.0.sleeping.load(Ordering::SeqCst) == 0 {
@@ -226,7 +244,7 @@ mod tests {
         const ROUNDS: u64 = 20_000;
         let begun = Instant::now();
         let sleeper = std::thread::spawn(move || {
-            let policy = WaitPolicy { spins: 0, yields: 0 };
+            let policy = WaitPolicy { spins: 0, yields: 0, sleeps: true };
             for i in 1..=ROUNDS {
                 wait::<()>(&other.0, policy, || other.1.load(Ordering::Acquire) >= i, || Ok(())).unwrap();
                 other.2.store(i, Ordering::Release);
@@ -250,7 +268,7 @@ mod tests {
         let mut looks = 0;
         let r = wait(
             &Bell::default(),
-            WaitPolicy { spins: 3, yields: 3 },
+            WaitPolicy { spins: 3, yields: 3, sleeps: true },
             || false,
             || {
                 looks += 1;
@@ -259,6 +277,21 @@ mod tests {
         );
         assert_eq!(r, Err("enough"));
         assert_eq!(looks, 3);
+    }
+
+    #[test]
+    fn one_that_never_sleeps_looks_at_deadlines_all_the_same() {
+        let (mut looks, begun) = (0, Instant::now());
+        let r = wait(
+            &Bell::default(),
+            WaitPolicy::of(WaitMode::Latency, 8, 2),
+            || false,
+            || {
+                looks += 1;
+                if looks == 3 { Err(begun.elapsed()) } else { Ok(()) }
+            },
+        );
+        assert!(r.unwrap_err() < Duration::from_secs(10));
     }
 
     #[test]

@@ -583,16 +583,33 @@ impl Endpoint {
         if taken.swap(true, Ordering::AcqRel) {
             return Ok(None);
         }
-        let no_memory = |e: SegmentError| OpError::Stage { rank: self.rank, reason: e.to_string() };
-        self.control.commit(index).map_err(no_memory)?;
+        if let Err(e) = self.control.commit(index) {
+            taken.store(false, Ordering::Release);
+            return Err(OpError::Stage { rank: self.rank, reason: e.to_string() });
+        }
         Ok(Some(Lane { endpoint: self.clone(), index, seq: 0, drained: 0, stage_ready: false, digest: 0 }))
     }
 
     /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
     pub fn fail(&self, why: &str) {
+        // This rank's own lanes learn it first: what they would say of a peer would only be an echo.
+        self.broken.get_or_init(|| why.to_string());
         self.control.leave(RankState::Failed, why);
         self.ring_all();
-        self.broken.get_or_init(|| why.to_string());
+    }
+
+    /// Whether operations can be begun.
+    ///
+    /// # Errors
+    /// [`OpError::Broken`] with the first failure, or what the abort said.
+    pub fn usable(&self) -> Result<(), OpError> {
+        if let Some(first) = self.broken.get() {
+            return Err(OpError::Broken { rank: self.rank, first: first.clone() });
+        }
+        if self.abort.aborted() {
+            return Err(OpError::Broken { rank: self.rank, first: format!("aborted: {}", self.control.state().1) });
+        }
+        Ok(())
     }
 
     /// Leaves the group in good order; peers that still wait for this rank learn it.
@@ -601,12 +618,12 @@ impl Endpoint {
         self.ring_all();
     }
 
-    /// Wakes every lane of every peer.
+    /// Wakes every lane of every peer, and of this rank.
     fn ring_all(&self) {
         publish_fence(Fence::Full);
-        for peer in self.linked_peers() {
+        for control in self.peer_controls().chain([&*self.control]) {
             for lane in 0..LANES {
-                peer.control.lane(lane).bell().ring_if_sleeping();
+                control.lane(lane).bell().ring_if_sleeping();
             }
         }
     }
@@ -674,8 +691,7 @@ impl Lane {
         let rank16 = |r: Option<usize>| r.map_or(NO_RANK, |r| r as u16);
         let plan = self.endpoint.plan.load(Ordering::Acquire);
         let aside = Aside { dst: rank16(args.dst), src: rank16(args.src), digest: self.digest ^ plan };
-        let bytes = schedule.in_bytes.max(schedule.out_bytes);
-        self.mine().flight().begin(self.seq, &schedule.header, bytes);
+        self.mine().flight().begin(self.seq, &schedule.header, schedule.moved);
         let mut wait = WaitCtx {
             header: &schedule.header,
             seq: self.seq,
@@ -704,6 +720,8 @@ impl Lane {
                     OpError::Left { reason, .. } if !reason.is_empty() => self.endpoint.fail(reason),
                     _ => self.endpoint.fail(&e.to_string()),
                 }
+                // From here on this rank touches nothing of its peers' in this lane, whatever its state says.
+                self.mine().set_left(self.seq);
                 if !schedule.reached.is_empty() || schedule.reaches_me {
                     self.let_peers_finish(&input, &output);
                 }
@@ -717,9 +735,13 @@ impl Lane {
     #[cold]
     fn let_peers_finish(&self, input: &LocalMem<'_>, output: &LocalMem<'_>) {
         let seq = self.seq;
+        // A peer that enters the operation now looks at our state, which says that we left, or we see that it entered.
+        semaphore::heavy_fence();
+        // A peer's state is no answer: another of its threads may have set it while this lane's still copies.
         let inside = |p: &Peer| {
-            let progress = self.of(p).progress();
-            progress >> 16 == seq && progress as u16 != STEP_DONE && p.control.alive() && !p.dead()
+            let lane = self.of(p);
+            let progress = lane.progress();
+            progress >> 16 == seq && progress as u16 != STEP_DONE && lane.left() != seq && !p.dead()
         };
         let until = Instant::now() + PATIENCE;
         while self.endpoint.linked_peers().any(inside) {
@@ -917,6 +939,9 @@ impl Lane {
         let what = || wait.header.to_string();
         if endpoint.abort.aborted() {
             return Err(OpError::Aborted { rank, seq, what: what(), reason: endpoint.control.state().1 });
+        }
+        if let Some(first) = endpoint.broken.get() {
+            return Err(OpError::Broken { rank, first: first.clone() });
         }
         // A peer that is gone ends the wait if this step lacks it, or a later one will.
         let last = seq << 16 | u64::from(wait.last_wait);
@@ -1123,6 +1148,15 @@ impl Drop for Endpoint {
     }
 }
 
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // One that was never used can be taken again; another's sequence would have to be known to go on.
+        if self.seq == 0 {
+            self.endpoint.taken[self.index].store(false, Ordering::Release);
+        }
+    }
+}
+
 struct WaitCtx<'a> {
     header: &'a OpHeader,
     seq: u64,
@@ -1301,8 +1335,14 @@ impl Schedule {
         let reached: Vec<u16> = reached.collect();
         // Peers reach this rank's buffers in every schedule whose records carry offsets of device memory.
         let reaches_me = self.header.flags & FLAG_PRIVATE == 0 && self.slot_len == 0;
-        let streaming = reaches_me && self.header.redop.is_none() && self.in_bytes.max(self.out_bytes) >= STREAM_BYTES;
-        Ok(Sealed { schedule: self, reached, extents, reaches_me, last_wait, streaming })
+        // The buffers of a group are views of all device memory; what it moves is what it copies.
+        let copies = self.steps.iter().map(|s| if let Step::Copy { len, .. } = s { *len } else { 0 });
+        let moved = match self.header.op {
+            crate::peers::Op::Group => copies.sum(),
+            _ => self.in_bytes.max(self.out_bytes),
+        };
+        let streaming = reaches_me && self.header.redop.is_none() && moved >= STREAM_BYTES;
+        Ok(Sealed { schedule: self, reached, extents, reaches_me, last_wait, moved, streaming })
     }
 }
 
@@ -1318,6 +1358,8 @@ pub struct Sealed {
     reaches_me: bool,
     /// Highest step waited for.
     last_wait: u16,
+    /// Bytes of the larger of this rank's buffers; of a group, bytes this rank copies.
+    moved: u64,
     /// Whether copies go past the caches: nothing that a large move writes is read again by it.
     streaming: bool,
 }

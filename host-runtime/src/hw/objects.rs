@@ -111,6 +111,11 @@ impl CommCore {
         })
     }
 
+    /// The tenant it belongs to.
+    pub(crate) fn tenant_id(&self) -> u64 {
+        self.tenant.id
+    }
+
     /// The 64 bytes with which `peer` maps this rank's memory; the same ones each time.
     pub(crate) fn offer(&self, peer: usize) -> Result<[u8; IPC_BYTES], String> {
         let mut grants = lock(&self.grants);

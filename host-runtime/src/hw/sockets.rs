@@ -246,6 +246,10 @@ impl HostState {
         let mut starved = None;
         loop {
             let e = match self.attempt(&addr, until) {
+                // A port of the kernel's own range on which nobody listens yet may be given to this very socket.
+                Some(Ok(stream)) if stream.local_addr().ok() == stream.peer_addr().ok() => {
+                    ErrorKind::ConnectionRefused.into()
+                }
                 Some(Ok(stream)) => return self.new_connection(stream),
                 Some(Err(e)) => e,
                 None => return self.closed(&format!("connecting to {addr}")),

@@ -15,7 +15,7 @@ use hw_bridge::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 use super::communicator::{Communicator, bad};
 use super::plane::Plane;
 use super::tensor::{Io, Shape, Tensor, resolve};
-use crate::enc::table::Policy;
+use crate::enc::table::{Policy, Why};
 use crate::enc::{self, Algorithm, Call, Lists};
 use crate::error::Error;
 use crate::limits::{MAX_LISTED, MAX_LISTED_BYTES, MAX_SCHEDULES, PACK_BYTES};
@@ -47,12 +47,23 @@ pub enum Reduction<'a> {
 
 #[derive(Debug, Default)]
 struct Schedules {
-    last: Option<(Call, Algorithm, Arc<Sealed>)>,
+    last: Option<Last>,
     all: HashMap<(Call, Algorithm), Arc<Sealed>>,
     listed: Listed,
     exchanges: HashMap<(Op, DataType, u64), Arc<Sealed>>,
     /// Kept between calls, so that a repeated call allocates nothing: words of this rank, words of all.
     scratch: (Vec<u8>, Vec<u8>),
+}
+
+/// The call before: most programs repeat themselves.
+#[derive(Debug)]
+struct Last {
+    /// As the user asked.
+    asked: Call,
+    sizes: enc::Sizes,
+    /// With the kind of memory, and whether in place.
+    call: Call,
+    schedule: Arc<Sealed>,
 }
 
 impl Schedules {
@@ -229,6 +240,8 @@ impl Communicator {
     /// Sends `send[r]` elements to rank r and receives `recv[r]` elements from it; blocks lie in rank order without gaps, and
     /// may be empty. Not in place.
     ///
+    /// A buffer that is too short on this rank is refused here alone, before anything is exchanged.
+    ///
     /// Ranks know only their own counts, so the call begins with a small exchange of all counts (16 bytes a rank and peer,
     /// one hop, one operation of its own in the counters), after which a schedule is looked up by them.
     ///
@@ -363,6 +376,8 @@ impl Communicator {
     /// rule. All ranks set the same at the same point: a difference is an error of the call.
     pub fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
         self.engine.forced = algorithm;
+        self.engine.schedules.last = None;
+        self.engine.schedules.listed = Listed::default();
     }
 }
 
@@ -370,6 +385,12 @@ impl Engine {
     pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>, timeout: Duration) -> Engine {
         let forced = plane.runtime.0.config.algorithm;
         Engine { plane, lane, rings, forced, timeout, schedules: Schedules::default() }
+    }
+
+    /// Another one for a further lane, with this one's deadline and algorithm.
+    pub(super) fn beside(&self, lane: Lane) -> Engine {
+        let forced = self.forced;
+        Engine { forced, ..Engine::new(self.plane.clone(), lane, self.rings.clone(), self.timeout) }
     }
 
     /// The rings changed: schedules made of the old ones go.
@@ -458,15 +479,21 @@ impl Engine {
     /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
     pub(super) fn collective(&mut self, io: Io<'_>, scale: Option<f32>, call: Call) -> Result<(), Error> {
         check_scale(&call, scale)?;
-        let (call, input, output) = self.prepare(io, call, Lists::None)?;
-        let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
-        let algorithm = policy.decide(&call, self.plane.core.nranks).algorithm;
-        let again = matches!(&self.schedules.last, Some((c, a, _)) if *c == call && *a == algorithm);
-        if !again {
+        let asked = call;
+        let again = self.schedules.last.as_ref().filter(|l| l.asked == asked).map(|l| l.sizes);
+        let sizes = match again {
+            Some(sizes) => sizes,
+            None => self.check_and_size(&call, Lists::None)?,
+        };
+        let (call, input, output) = self.resolve(io, call, sizes)?;
+        let same = matches!(&self.schedules.last, Some(l) if l.call == call);
+        if !same || again.is_none() {
+            let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
+            let algorithm = policy.decide(&call, self.plane.core.nranks).algorithm;
             let schedule = self.schedule(&call, algorithm)?;
-            self.schedules.last = Some((call, algorithm, schedule));
+            self.schedules.last = Some(Last { asked, sizes, call, schedule });
         }
-        let Some((_, _, schedule)) = &self.schedules.last else {
+        let Some(Last { schedule, .. }) = &self.schedules.last else {
             return Err(Error::Bug("a schedule that was just compiled is not there".into()));
         };
         let args = CallArgs { dst: call.dst, src: call.src, scale: scale.unwrap_or(1.0), timeout: self.timeout };
@@ -481,7 +508,8 @@ impl Engine {
         if call.redop == ReduceOp::PreMulSum {
             check_scale(&call, None)?;
         }
-        let (call, input, output) = self.prepare(io, call, lists)?;
+        let sizes = self.check_and_size(&call, lists)?;
+        let (call, input, output) = self.resolve(io, call, sizes)?;
         let (mut key, other) = self.take_scratch();
         lists.bytes(&mut key);
         let schedule = self.listed_schedule(call, &key, |engine| engine.compile_listed(&call, lists));
@@ -489,21 +517,27 @@ impl Engine {
         self.execute(&*schedule?, input, output, None, None, 1.0)
     }
 
-    /// Checks a call and its buffers.
-    fn prepare<'a>(
-        &self,
-        io: Io<'a>,
-        mut call: Call,
-        lists: Lists<'_>,
-    ) -> Result<(Call, LocalMem<'a>, LocalMem<'a>), Error> {
+    /// Checks a call; answers what buffers it needs.
+    fn check_and_size(&self, call: &Call, lists: Lists<'_>) -> Result<enc::Sizes, Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
-        self.check_call(&call)?;
+        self.check_call(call)?;
         self.check_ready(call.op)?;
         let too_large = || {
             bad(format!("{} of {} {} elements is larger than memory can be", call.op.name(), call.count, call.dtype))
         };
         call.bytes().and_then(|block| block.checked_mul(n as u64)).ok_or_else(too_large)?;
-        let enc::Sizes { input, output, at } = enc::sizes(&call, lists, rank, n);
+        Ok(enc::sizes(call, lists, rank, n))
+    }
+
+    /// The buffers of a call, and the call with what they say of it.
+    fn resolve<'a>(
+        &self,
+        io: Io<'a>,
+        mut call: Call,
+        sizes: enc::Sizes,
+    ) -> Result<(Call, LocalMem<'a>, LocalMem<'a>), Error> {
+        let rank = self.plane.core.rank;
+        let enc::Sizes { input, output, at } = sizes;
         call.private = !io.is_device() && call.op != Op::Barrier;
         let (input, output, in_place) =
             resolve(io, Shape { op: call.op, rank, in_bytes: input, out_bytes: output, at })?;
@@ -550,8 +584,11 @@ impl Engine {
         if call.private && n > 1 && !enc::fits_private(call, lists, n) {
             return Err(too_long(call.op));
         }
-        let one_hop_max = self.plane.runtime.0.config.one_hop_max;
-        let algorithm = enc::choose_with(call, lists, n, self.forced, one_hop_max);
+        let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
+        // What the user or a row of the table says is taken where the lists let it serve.
+        let said = policy.decide(call, n);
+        let said = if matches!(said.why, Why::Forced | Why::Row(_)) { Some(said.algorithm) } else { self.forced };
+        let algorithm = enc::choose_with(call, lists, n, said, policy.one_hop_max);
         self.reach_all()?;
         let s = enc::compile_with(call, lists, rank, n, algorithm, &self.rings);
         Ok(Arc::new(self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)?))
@@ -559,6 +596,7 @@ impl Engine {
 
     /// Makes sure that every pair is connected.
     fn reach_all(&self) -> Result<(), Error> {
+        self.plane.core.endpoint.usable()?;
         // The others go on to an operation that this rank cannot join: they learn why.
         self.plane.connect_all().inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
     }
@@ -600,6 +638,13 @@ impl Engine {
             return Ok(found.clone());
         }
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
+        if call.private
+            && n > 1
+            && matches!(call.op, Op::Gather | Op::Scatter)
+            && !enc::fits_private(call, Lists::None, n)
+        {
+            return Err(too_long(call.op));
+        }
         let most = enc::max_private_bytes(call.op, n);
         if call.private && n > 1 && call.bytes().is_some_and(|b| b > most) {
             return Err(bad(format!(
@@ -666,7 +711,8 @@ fn check_scale(call: &Call, scale: Option<f32>) -> Result<(), Error> {
 }
 
 /// Pre-scaled sums (NCCL's PreMulSum): the result is the sum over the ranks, in rank order, of each rank's `scale` times
-/// its elements, computed in f32 and rounded once. Each rank passes a scale of its own; different ones are no mismatch.
+/// its elements, computed in f32 and rounded once (along a ring: in ring order, each partial sum rounded). Each rank passes a
+/// scale of its own; different ones are no mismatch.
 /// Float types only.
 impl Communicator {
     /// [`Communicator::all_reduce`] with a scale of this rank.

@@ -231,7 +231,11 @@ impl Communicator {
 
     /// Stream `index` of [`Communicator::STREAMS`]: operations that run in the background, in order among themselves and side
     /// by side with other streams and with blocking calls. All ranks use the same streams for the same operations. Each can
-    /// be taken once; its thread starts here and inherits this one's affinity.
+    /// be taken once; its thread starts here and inherits this one's affinity. Deadline and algorithm are the
+    /// communicator's of this moment.
+    ///
+    /// The first one has the library connect every pair of more than three ranks, so all ranks take their first stream at
+    /// the same point. The rank leaves the group when the communicator and its streams are dropped.
     ///
     /// # Errors
     /// [`Error::Usage`] for a stream that does not exist or was taken, or before [`Communicator::build_graph`];
@@ -243,10 +247,11 @@ impl Communicator {
         if index >= Self::STREAMS {
             return Err(bad(format!("stream {index} does not exist; there are {}, from 0", Self::STREAMS)));
         }
+        self.plane.connect_all().inspect_err(|e| self.core().endpoint.fail(&e.to_string()))?;
         let Some(lane) = self.core().endpoint.lane(index + 1)? else {
             return Err(bad(format!("stream {index} of rank {} was taken before", self.rank())));
         };
-        let engine = Engine::new(self.plane.clone(), lane, self.rings.clone(), self.engine.timeout);
+        let engine = self.engine.beside(lane);
         Stream::start(index, engine, self.rank())
     }
 

@@ -44,8 +44,11 @@ pub(super) fn write(core: &CommCore, dir: Option<&Path>, error: &OpError) {
     let mut text = format!("{error}\n\nTimes are seconds of the monotonic clock.\n\n");
     section(&mut text, core.endpoint.control());
     core.endpoint.peer_controls().for_each(|c| section(&mut text, c));
-    let file = dir.join(format!("wccl-flight-{}-{}-{}.txt", core.id, core.rank, std::process::id()));
-    match std::fs::write(&file, text) {
+    let (tenant, id, rank) = (core.tenant_id(), core.id, core.rank);
+    let file = dir.join(format!("wccl-flight-{tenant}-{id}-{rank}-{}.txt", std::process::id()));
+    // Never through what somebody else has put there.
+    let written = std::fs::File::create_new(&file).and_then(|mut f| std::io::Write::write_all(&mut f, text.as_bytes()));
+    match written {
         Ok(()) => tracing::warn!("the last operations of rank {} and its peers are in {}", core.rank, file.display()),
         Err(e) => {
             tracing::warn!("the flight records of rank {} could not be written to {}: {e}", core.rank, file.display())

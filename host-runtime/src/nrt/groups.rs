@@ -311,6 +311,8 @@ impl Communicator {
         let key = pool::key(members);
         let mut state = lock(&self.groups.state);
         if let Some(found) = state.pool.find(&key) {
+            // Another thread may hold the communicator and ask its parent for something.
+            drop(state);
             let mut comm = found.lock();
             if options.graph && comm.rings().is_empty() {
                 comm.build_graph()?;

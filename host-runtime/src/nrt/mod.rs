@@ -7,6 +7,16 @@
 //! let t = comm.tensor(4 * 1024)?;
 //! comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum)?;
 //! ```
+//!
+//! In the background, on a stream, which takes the buffers and gives them back:
+//!
+//! ```text
+//! let mut stream = comm.stream(0)?;                           // the same stream on all ranks
+//! let request = stream.all_reduce(Buffers::in_place(&Arc::new(t)), 1024, DataType::Fp32, ReduceOp::Sum)?;
+//! let buffers = request.wait()?;                              // or test(), or wait_for(patience)
+//! ```
+//!
+//! Some of the ranks: [`groups`]. Several sends and receives as one: [`Communicator::group`].
 
 mod collectives;
 mod communicator;

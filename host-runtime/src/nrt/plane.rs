@@ -1,7 +1,8 @@
 //! The control plane of a communicator: the instance of the library that plans for this rank, shared by the communicator
 //! and its streams. An instance may be exchanged under them ([`crate::swap`]).
 //!
-//! Dropped with its last user: peers learn at once that the rank has left, then the library gets its free call.
+//! Dropped with its last user, communicator or stream: peers learn at once that the rank has left, then the library gets its
+//! free call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -74,8 +75,16 @@ impl Plane {
         }
     }
 
+    /// Has the library connect every pair, once.
     pub(super) fn expand_connectivity(&self) -> Result<(), Error> {
-        self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))
+        let mut expanded = lock(&self.expanded);
+        // Whoever had the lock may have broken the communicator in there.
+        self.core.endpoint.usable()?;
+        if !*expanded {
+            self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))?;
+            *expanded = true;
+        }
+        Ok(())
     }
 
     /// Has the library connect what is more than ring neighbours, once (INV-81). The exchange needs every rank, so all decide
@@ -83,12 +92,7 @@ impl Plane {
     /// the others wait.
     pub(crate) fn connect_all(&self) -> Result<(), Error> {
         // With three ranks everybody is a ring neighbour.
-        let mut expanded = lock(&self.expanded);
-        if self.core.nranks > 3 && !*expanded {
-            self.expand_connectivity()?;
-            *expanded = true;
-        }
-        Ok(())
+        if self.core.nranks <= 3 { Ok(()) } else { self.expand_connectivity() }
     }
 }
 
@@ -96,7 +100,10 @@ impl Drop for Plane {
     fn drop(&mut self) {
         if hw_bridge::fork::in_child() {
             // The parent's threads, locks and sockets are behind these; a child lets them be.
-            std::mem::forget((self.control(), self.core.clone(), self.runtime.clone()));
+            std::mem::forget((self.core.clone(), self.runtime.clone()));
+            if let Ok(control) = self.control.try_read() {
+                std::mem::forget(control.clone());
+            }
             return;
         }
         self.core.endpoint.close();

@@ -124,6 +124,9 @@ impl RuntimeConfig {
         }
         c.net_plugin = var("WCCL_NET_PLUGIN").map(Into::into);
         if let Some(ms) = number("WCCL_TIMEOUT_MS")? {
+            if ms == 0 {
+                return Err(Error::Config("WCCL_TIMEOUT_MS=0: a number of milliseconds above 0 was expected".into()));
+            }
             c.timeout = Duration::from_millis(ms);
         }
         if let Some(mode) = var("WCCL_WAIT") {
@@ -175,6 +178,11 @@ pub(crate) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if hw_bridge::fork::in_child() {
+            // The tasks and the link server are the parent's.
+            std::mem::forget(self.tenant.clone());
+            return;
+        }
         self.tenant.end_tasks();
         // A bound net component holds its tenant: taken out here, or the two would keep one another.
         let net = std::mem::take(&mut *crate::tenant::lock(&self.tenant.net));

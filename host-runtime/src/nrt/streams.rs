@@ -100,7 +100,8 @@ impl Request {
         }
     }
 
-    /// Waits until it has ended. It ends by itself: every operation has a deadline. The buffers come back if it succeeded.
+    /// Waits until it has ended. It ends by itself: it and those issued on the stream before it have deadlines. The buffers
+    /// come back if it succeeded.
     ///
     /// # Errors
     /// The operation's, as the blocking call's.
@@ -156,7 +157,7 @@ impl Stream {
             .name(format!("wccl-stream-{index}"))
             .spawn(move || work(engine, &queue))
             .map_err(|source| Error::System {
-                what: format!("starting the thread of stream {index} of rank {rank} (check ulimit -u)"),
+                what: format!("starting the thread of stream {index} of rank {rank} "),
                 source,
             })?;
         Ok(Stream { index, rank, timeout, orders: Some(orders), thread: Some(thread) })
@@ -253,14 +254,16 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        drop(self.orders.take());
-        let Some(thread) = self.thread.take() else { return };
+        let (orders, thread) = (self.orders.take(), self.thread.take());
         if hw_bridge::fork::in_child() {
-            // The thread is the parent's.
-            std::mem::forget(thread);
+            // The thread and what it waits on are the parent's.
+            std::mem::forget((orders, thread));
             return;
         }
-        // It ends after what was issued, and everything issued has a deadline.
-        let _ = thread.join();
+        drop(orders);
+        if let Some(thread) = thread {
+            // It ends after what was issued, each of which has a deadline.
+            let _ = thread.join();
+        }
     }
 }

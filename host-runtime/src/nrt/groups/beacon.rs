@@ -49,6 +49,13 @@ const ROUND: Duration = Duration::from_millis(300);
 /// Pause between two attempts to reach a rank whose queue of connections is full.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// Strangers heard at once; the oldest makes room.
+const MOST_STRANGERS: usize = 64;
+/// How long one sleeps while strangers have not said what they are.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// A deadline of more than this is none.
+const LONGEST: Duration = Duration::from_secs(365 * 86_400);
+
 const MESSAGE: u8 = 0;
 const WATCH: u8 = 1;
 
@@ -59,6 +66,7 @@ pub(in crate::nrt) struct Beacon {
     listener: TcpListener,
     addresses: Vec<SocketAddr>,
     token: [u8; TOKEN_BYTES],
+    strangers: Vec<Stranger>,
     arrived: Vec<Arrival>,
     /// Held open: a closed one says that this rank is gone.
     watches: Vec<TcpStream>,
@@ -73,9 +81,20 @@ struct Attempt {
     nth: u32,
 }
 
+/// A connection that has not said yet what it is. Not blocking.
+#[derive(Debug)]
+struct Stranger {
+    stream: TcpStream,
+    hello: [u8; HELLO_BYTES],
+    got: usize,
+    until: Instant,
+}
+
 /// A message that waits to be fetched.
 #[derive(Debug)]
 struct Arrival {
+    /// This rank has said that the sender has another list.
+    told: bool,
     rank: usize,
     attempt: Attempt,
     len: usize,
@@ -94,7 +113,7 @@ impl Beacon {
     /// answers addresses that cannot be.
     pub(in crate::nrt) fn open(comm: &Communicator, at: &Rendezvous) -> Result<Beacon, Error> {
         let here = own_address(at)?;
-        let listener = TcpListener::bind((here, 0)).map_err(system("opening the rank's meeting place"))?;
+        let listener = TcpListener::bind(here).map_err(system("opening the rank's meeting place"))?;
         listener.set_nonblocking(true).map_err(system("opening the rank's meeting place"))?;
         let mine = listener.local_addr().map_err(system("opening the rank's meeting place"))?;
         let mut block = encode(&mine);
@@ -111,8 +130,8 @@ impl Beacon {
             })
             .collect::<Result<Vec<_>, Error>>()?;
         token.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
-        let (arrived, watches, begun) = (Vec::new(), Vec::new(), HashMap::new());
-        Ok(Beacon { rank: comm.rank(), listener, addresses, token, arrived, watches, begun })
+        let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        Ok(Beacon { rank: comm.rank(), listener, addresses, token, strangers, arrived, watches, begun })
     }
 
     /// Whether a rank's meeting place is gone: its process has ended, or it has freed the communicator.
@@ -123,7 +142,7 @@ impl Beacon {
 }
 
 /// The address of this machine on the way to the root of the group: where peers reach it.
-fn own_address(at: &Rendezvous) -> Result<IpAddr, Error> {
+fn own_address(at: &Rendezvous) -> Result<SocketAddr, Error> {
     let root = match at {
         Rendezvous::Id(id) => decode(&id[..ADDRESS_BYTES]).map_err(bad)?,
         Rendezvous::Root(text) => match text.parse() {
@@ -139,29 +158,56 @@ fn own_address(at: &Rendezvous) -> Result<IpAddr, Error> {
     let any: IpAddr = if root.is_ipv6() { IpAddr::from([0u16; 8]) } else { IpAddr::from([0u8; 4]) };
     // Connecting a datagram socket sends nothing; it asks the kernel which way it would take.
     let asked = UdpSocket::bind((any, 0)).and_then(|s| s.connect(root).and_then(|()| s.local_addr()));
-    asked.map(|a| a.ip()).map_err(system("finding this machine's address on the way to the root"))
+    // A link-local address keeps its scope.
+    let free_port = |mut a: SocketAddr| {
+        a.set_port(0);
+        a
+    };
+    asked.map(free_port).map_err(system("finding this machine's address on the way to the root"))
 }
 
 impl Beacon {
-    /// Takes in every connection that waits.
+    /// Takes in every connection that waits, and sorts in those that have said what they are. Never waits: a stranger that
+    /// says nothing costs a place until it is late.
     fn accept_all(&mut self) {
-        loop {
+        for _ in 0..MOST_STRANGERS {
             match self.listener.accept() {
-                Ok((stream, _)) => self.introduce(stream),
+                Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
+                    if self.strangers.len() >= MOST_STRANGERS {
+                        self.strangers.remove(0);
+                    }
+                    let until = Instant::now() + HELLO_WAIT;
+                    self.strangers.push(Stranger { stream, hello: [0; HELLO_BYTES], got: 0, until });
+                }
+                Ok(_) => {}
                 Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => break,
                 // Out of descriptors, say: tried again, and the deadline names who was not heard.
                 Err(e) => {
                     tracing::warn!("rank {} cannot take a connection in: {e} (check ulimit -n)", self.rank);
-                    return std::thread::sleep(PAUSE);
+                    std::thread::sleep(PAUSE);
+                    break;
                 }
+            }
+        }
+        for mut s in std::mem::take(&mut self.strangers) {
+            match s.stream.read(&mut s.hello[s.got..]) {
+                Ok(0) => continue,
+                Ok(n) => s.got += n,
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+                Err(_) => continue,
+            }
+            if s.got == HELLO_BYTES {
+                self.introduce(s);
+            } else if Instant::now() < s.until {
+                self.strangers.push(s);
             }
         }
     }
 
-    fn introduce(&mut self, mut stream: TcpStream) {
-        let mut b = [0u8; HELLO_BYTES];
-        if read_exactly(&mut stream, &mut b, Instant::now() + HELLO_WAIT).is_err() || b[..TOKEN_BYTES] != self.token {
+    fn introduce(&mut self, s: Stranger) {
+        let Stranger { stream, hello: b, .. } = s;
+        if b[..TOKEN_BYTES] != self.token || stream.set_nonblocking(false).is_err() {
             return;
         }
         let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]) as usize;
@@ -171,10 +217,13 @@ impl Beacon {
         let attempt = Attempt { survivors, nth: word(HELLO_BYTES - 4) as u32 };
         // Room for a few attempts of every rank; who sends more is out of order.
         let most = 8 * self.addresses.len();
+        if self.watches.len() >= most {
+            self.watches.retain(|s| !closed(s));
+        }
         if kind == WATCH && self.watches.len() < most {
             self.watches.push(stream);
         } else if kind == MESSAGE && self.arrived.len() < most && rank < self.addresses.len() && len <= DOWN_BYTES {
-            self.arrived.push(Arrival { rank, attempt, len, stream });
+            self.arrived.push(Arrival { rank, attempt, len, stream, told: false });
         }
     }
 }
@@ -196,6 +245,8 @@ impl<'a> Meeting<'a> {
         survivors: &[u8; SIGNATURE_BYTES],
         timeout: Duration,
     ) -> Meeting<'a> {
+        // A deadline beyond what the clock can say is as good as none.
+        let until = Instant::now() + timeout.min(LONGEST);
         beacon.accept_all();
         beacon.watches.retain(|s| !closed(s));
         // Nobody fetches any more what came for attempts that are over.
@@ -204,7 +255,7 @@ impl<'a> Meeting<'a> {
         let count = begun.entry(*survivors).or_default();
         let attempt = Attempt { survivors: *survivors, nth: *count };
         *count = count.wrapping_add(1);
-        Meeting { beacon, members, attempt, until: Instant::now() + timeout }
+        Meeting { beacon, members, attempt, until }
     }
 
     fn dial(&self, to: usize, kind: u8, data: &[u8], until: Instant) -> Result<TcpStream, String> {
@@ -241,9 +292,12 @@ impl<'a> Meeting<'a> {
         let Some(i) = arrived.iter().position(|a| a.rank == rank && a.attempt == mine) else {
             // One of an attempt that is over comes from a rank that is late; it will hear how that one ended.
             let over = |a: &Attempt| begun.get(&a.survivors).is_some_and(|n| a.nth < *n);
-            let other = arrived.iter().any(|a| a.rank == rank && !over(&a.attempt));
+            let other = arrived.iter_mut().find(|a| a.rank == rank && !a.told && !over(&a.attempt));
             let me = self.beacon.rank;
-            return other.then(|| Err(format!("rank {rank} excludes other ranks than rank {me} does")));
+            // Once: it may come to this list later, and its message may be wanted when this rank comes to its list.
+            return other
+                .map(|a| a.told = true)
+                .map(|()| Err(format!("rank {rank} excludes other ranks than rank {me} does")));
         };
         let mut a = arrived.remove(i);
         if a.len != bytes {
@@ -301,8 +355,9 @@ impl Messages for Meeting<'_> {
             }
             if let Ok(s) = &watch {
                 let timeout = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: i64::from(wait.subsec_nanos()) };
-                let events = PollFlags::IN | PollFlags::RDHUP;
-                let mut fds = [PollFd::new(&self.beacon.listener, PollFlags::IN), PollFd::new(s, events)];
+                // Strangers are looked at now and then; what is written to a watch is of no interest.
+                let timeout = if self.beacon.strangers.is_empty() { timeout } else { LOOK };
+                let mut fds = [PollFd::new(&self.beacon.listener, PollFlags::IN), PollFd::new(s, PollFlags::RDHUP)];
                 // A signal only makes the loop look once more.
                 let _ = poll(&mut fds, Some(&timeout));
             }
@@ -335,4 +390,69 @@ fn read_exactly(s: &mut TcpStream, to: &mut [u8], until: Instant) -> std::io::Re
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn beacon(token: [u8; TOKEN_BYTES]) -> Beacon {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let addresses = vec![listener.local_addr().unwrap(); 2];
+        let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        Beacon { rank: 0, listener, addresses, token, strangers, arrived, watches, begun }
+    }
+
+    fn hello(token: [u8; TOKEN_BYTES], rank: u32, kind: u8) -> Vec<u8> {
+        let mut b = token.to_vec();
+        b.extend_from_slice(&rank.to_le_bytes());
+        b.push(kind);
+        b.extend_from_slice(&0u32.to_le_bytes());
+        b.resize(HELLO_BYTES, 0);
+        b
+    }
+
+    #[test]
+    fn mute_strangers_cost_no_time_and_keep_nobody_out() {
+        let mut b = beacon([7; TOKEN_BYTES]);
+        let at = b.addresses[0];
+        let mute: Vec<TcpStream> = (0..MOST_STRANGERS / 2).map(|_| TcpStream::connect(at).unwrap()).collect();
+        let mut slow = TcpStream::connect(at).unwrap();
+        let words = hello([7; TOKEN_BYTES], 1, MESSAGE);
+        slow.write_all(&words[..10]).unwrap();
+        let mut wrong = TcpStream::connect(at).unwrap();
+        wrong.write_all(&hello([8; TOKEN_BYTES], 1, MESSAGE)).unwrap();
+        let begun = Instant::now();
+        while b.strangers.len() <= mute.len() {
+            b.accept_all();
+        }
+        slow.write_all(&words[10..]).unwrap();
+        while b.arrived.is_empty() {
+            b.accept_all();
+        }
+        assert!(begun.elapsed() < HELLO_WAIT, "one after the other they would take a minute");
+        assert_eq!((b.arrived.len(), b.arrived[0].rank), (1, 1), "the wrong token is nobody's");
+        // Late ones are let go.
+        while !b.strangers.is_empty() {
+            b.accept_all();
+        }
+        drop(mute);
+    }
+
+    #[test]
+    fn another_list_is_told_once() {
+        let mut b = beacon([7; TOKEN_BYTES]);
+        let mut other = TcpStream::connect(b.addresses[0]).unwrap();
+        let mut words = hello([7; TOKEN_BYTES], 1, MESSAGE);
+        words[HELLO_BYTES - ATTEMPT_BYTES] = 9;
+        other.write_all(&words).unwrap();
+        while b.arrived.is_empty() {
+            b.accept_all();
+        }
+        let until = Instant::now() + Duration::from_secs(1);
+        let mut m = Meeting::begin(&mut b, &[0, 1], &[1; SIGNATURE_BYTES], Duration::MAX);
+        assert!(m.take(1, 0, until).unwrap().unwrap_err().contains("excludes other ranks"));
+        assert!(m.take(1, 0, until).is_none());
+    }
 }

@@ -137,7 +137,12 @@ pub(crate) fn agree(
     id: impl FnOnce() -> Result<[u8; ID_BYTES], String>,
 ) -> Result<[u8; ID_BYTES], Refusal> {
     let mine = up(m, r, n, signature);
-    let mut outcome = if r == 0 { mine.and_then(|()| id().map_err(Refusal::NoId)) } else { hear(m, r, n) };
+    let mut outcome = if r == 0 {
+        mine.and_then(|()| id().map_err(Refusal::NoId))
+    } else {
+        // What this rank refused stays refused, whatever it hears.
+        hear(m, r, n).and_then(|id| mine.map(|()| id))
+    };
     let mut down = told(&outcome);
     let mut step = mask(r, n) >> 1;
     while step != 0 {
