@@ -485,6 +485,8 @@ pub struct Lane {
     drained: u64,
     stage_ready: bool,
     digest: u32,
+    /// Kept between operations, so that a small one need not clear it; absent while one runs.
+    bases: Option<Box<Bases>>,
 }
 
 impl Endpoint {
@@ -587,7 +589,8 @@ impl Endpoint {
             taken.store(false, Ordering::Release);
             return Err(OpError::Stage { rank: self.rank, reason: e.to_string() });
         }
-        Ok(Some(Lane { endpoint: self.clone(), index, seq: 0, drained: 0, stage_ready: false, digest: 0 }))
+        let bases = Some(Box::new(Bases::none()));
+        Ok(Some(Lane { endpoint: self.clone(), index, seq: 0, drained: 0, stage_ready: false, digest: 0, bases }))
     }
 
     /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
@@ -812,13 +815,8 @@ impl Lane {
     ) -> Result<(), OpError> {
         let seq = self.seq;
         self.drain(seq, wait)?;
-        let mut bases = Bases {
-            own_in: input.ptr,
-            own_out: output.ptr,
-            peer_in: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
-            peer_out: [std::ptr::null_mut(); MAX_LOCAL_RANKS],
-            scales: [1.0; MAX_LOCAL_RANKS],
-        };
+        let mut bases = self.bases.take().unwrap_or_else(|| Box::new(Bases::none()));
+        bases.begin(input.ptr, output.ptr, self.endpoint.nranks);
         bases.scales[self.endpoint.rank] = scale;
         if s.payload > 0 {
             let dst = self.mine().payload(seq, s.slot_len as usize);
@@ -832,9 +830,9 @@ impl Lane {
             (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, u64::from(scale.to_bits())]);
         self.mine().publish(seq, &s.header, aside, words);
         self.ring_peers();
-        for step in &s.steps {
-            self.step(s, step, &mut bases, wait)?;
-        }
+        let done = s.steps.iter().try_for_each(|step| self.step(s, step, &mut bases, wait));
+        self.bases = Some(bases);
+        done?;
         // What was read from a peer counts only if the peer had not left meanwhile: a failed rank's buffers may go.
         std::sync::atomic::fence(Ordering::Acquire);
         for p in &s.reached {
@@ -1167,6 +1165,7 @@ struct WaitCtx<'a> {
     napped: bool,
 }
 
+#[derive(Debug)]
 struct Bases {
     own_in: *mut u8,
     own_out: *mut u8,
@@ -1175,6 +1174,28 @@ struct Bases {
     /// Scales of a pre-scaled sum, by rank.
     scales: [f32; MAX_LOCAL_RANKS],
 }
+
+impl Bases {
+    fn none() -> Bases {
+        let null = std::ptr::null_mut();
+        let all = [null; MAX_LOCAL_RANKS];
+        Bases { own_in: null, own_out: null, peer_in: all, peer_out: all, scales: [1.0; MAX_LOCAL_RANKS] }
+    }
+
+    /// For an operation of `n` ranks: nothing of the one before is left.
+    #[inline]
+    fn begin(&mut self, own_in: *mut u8, own_out: *mut u8, n: usize) {
+        (self.own_in, self.own_out) = (own_in, own_out);
+        self.peer_in[..n].fill(std::ptr::null_mut());
+        self.peer_out[..n].fill(std::ptr::null_mut());
+        self.scales[..n].fill(1.0);
+    }
+}
+
+// SAFETY: the pointers are of one operation and are not used after it; a lane is moved between operations only.
+unsafe impl Send for Bases {}
+// SAFETY: nothing is reachable through a shared reference but numbers.
+unsafe impl Sync for Bases {}
 
 /// Why a schedule is not executable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -470,14 +470,14 @@ impl<'a> Machine<'a> {
                 user[region] = user[region].max(at + len);
             }
             let stage = if s.staged { STAGE_BYTES as u64 } else { 0 };
-            for kind in 0..REGIONS {
+            regions.extend((FIRST..REGIONS).map(|kind| {
                 let len = match kind {
                     FIRST | SECOND => user[kind],
                     SLOT..STAGE => s.slot_len,
                     _ => stage,
                 };
-                regions.push(Region::new(r as u16, len));
-            }
+                Region::new(r as u16, len)
+            }));
         }
         Machine {
             members,

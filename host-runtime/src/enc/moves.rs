@@ -225,12 +225,12 @@ fn staged(b: &mut Builder<'_>, all: &[Move]) {
     let mine = outgoing(all, rank);
     let find = |lanes: &[Lane], m: &Move| lanes.iter().find(|l| (l.at, l.bytes) == (m.src_at, m.bytes)).copied();
     // What I get of each source, with the source's lane for it; and all the rounds of that source.
-    let incoming: Vec<(usize, Vec<(Move, Lane)>, u64)> = sources
+    let incoming: Vec<_> = sources
         .iter()
         .map(|p| {
             let theirs = outgoing(all, *p);
             let to_me = all.iter().filter(|m| m.src == *p && m.dst == rank);
-            let list = to_me.filter_map(|m| find(&theirs, m).map(|l| (*m, l))).collect();
+            let list: Vec<(Move, Lane)> = to_me.filter_map(|m| find(&theirs, m).map(|l| (*m, l))).collect();
             (*p, list, theirs.iter().map(Lane::rounds).max().unwrap_or(0))
         })
         .collect();

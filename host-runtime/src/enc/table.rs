@@ -174,6 +174,9 @@ pub struct Table {
     digest: u32,
 }
 
+/// A wrong row, and an earlier one that is in its way.
+type Culprit = (usize, Option<usize>);
+
 impl Table {
     /// A table of these rows.
     ///
@@ -184,7 +187,7 @@ impl Table {
     }
 
     /// As [`Table::new`]; an error comes with the row it is about, and an earlier one that is in its way.
-    fn checked(rows: Vec<Row>) -> Result<Table, (TableError, Option<(usize, Option<usize>)>)> {
+    fn checked(rows: Vec<Row>) -> Result<Table, (TableError, Option<Culprit>)> {
         if rows.len() > MAX_TABLE_ROWS {
             return Err((TableError::TooLarge { most: MAX_TABLE_ROWS as u64, unit: "rows" }, None));
         }

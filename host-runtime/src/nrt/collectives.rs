@@ -76,10 +76,13 @@ impl Schedules {
     }
 }
 
+/// A call, the bytes of its lists, its schedule.
+type Known = (Call, Box<[u8]>, Arc<Sealed>);
+
 /// Schedules of calls with lists, found by the bytes of the lists.
 #[derive(Debug, Default)]
 struct Listed {
-    by_digest: HashMap<u64, (Call, Box<[u8]>, Arc<Sealed>)>,
+    by_digest: HashMap<u64, Known>,
     bytes: usize,
 }
 

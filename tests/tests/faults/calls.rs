@@ -71,8 +71,8 @@ fn a_rank_that_dies_in_an_operation_is_named_on_all_within_a_second() {
     let pid = format!("pid {}", ranks[3].pid());
     let begun = Instant::now();
     ranks[3].child.kill().unwrap();
-    for r in 0..3 {
-        has(&ranks[r].error(), &["all_reduce fp32 max count 262144", "rank 3", &pid, "has ended"]);
+    for rank in &mut ranks[..3] {
+        has(&rank.error(), &["all_reduce fp32 max count 262144", "rank 3", &pid, "has ended"]);
     }
     soon("a death named on three ranks", begun);
 }

@@ -293,10 +293,12 @@ mod tests {
     }
 
     type Outcome = Option<Result<[u8; ID_BYTES], Refusal>>;
+    /// From, to, bytes.
+    type Message = (usize, usize, usize);
 
     /// Runs a group in which position p has `signatures[p]`, or is dead. Answers each one's outcome, how many called
     /// InitComm, how many ids were made, and every message.
-    fn group(signatures: &[Option<u8>]) -> (Vec<Outcome>, usize, usize, Vec<(usize, usize, usize)>) {
+    fn group(signatures: &[Option<u8>]) -> (Vec<Outcome>, usize, usize, Vec<Message>) {
         let n = signatures.len();
         let (sent, inits, ids) = (Sent::default(), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let threads: Vec<_> = wires(n, &sent)
