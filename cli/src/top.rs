@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use hw_bridge::flight::{self, Counters, Record, State};
 use hw_bridge::limits::LANES;
-use hw_bridge::peers::{CONTROL_NAME, Control, RankState};
+use hw_bridge::peers::{CONTROL_NAME, Control, RankState, is_stopped};
 use hw_bridge::segment::Segment;
 use rustix::fs::{Mode, OFlags};
 
@@ -95,10 +95,7 @@ fn find(pid: Option<u32>) -> BTreeMap<u64, Seen> {
 
 fn view(file: OwnedFd, pid: u32) -> Option<Seen> {
     let control = Segment::watch(file).and_then(Control::of_anyone).ok()?;
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name, which is in parentheses and may hold anything.
-    let stopped =
-        stat.rsplit_once(')').is_some_and(|(_, rest)| matches!(rest.trim_start().chars().next(), Some('T' | 't')));
+    let stopped = is_stopped(pid);
     Some(Seen { control, pid, stopped })
 }
 

@@ -964,7 +964,11 @@ impl Lane {
         let mut absent: Vec<Absent> = Vec::new();
         let mut come: Vec<Absent> = Vec::new();
         for p in endpoint.linked_peers().filter(|p| missing(self.of(p)) || p.rank == waited) {
-            let a = Absent { rank: p.rank, pid: p.pid, last: self.of(p).last_seen(seq) };
+            let mut last = self.of(p).last_seen(seq);
+            if crate::peers::is_stopped(p.pid as u32) {
+                last += "; its process is stopped (SIGSTOP, a debugger)";
+            }
+            let a = Absent { rank: p.rank, pid: p.pid, last };
             // Who has not come at all goes first: those who have come may be waiting for it themselves.
             if self.of(p).progress() >> 16 < seq { absent.push(a) } else { come.push(a) }
         }

@@ -75,16 +75,13 @@ fn reductions_touch_nothing_outside_their_buffers() {
                 let pointers: Vec<*const u8> =
                     (0..n).map(|i| memory[i].put(&sources[i][..len], at_end).cast_const()).collect();
                 let to = target.place(len, at_end);
-                for (level, streaming) in levels().into_iter().flat_map(|level| [(level, false), (level, true)]) {
+                for level in levels() {
                     // SAFETY: buffers of `count` elements, all apart; the level is supported.
                     unsafe {
                         std::ptr::write_bytes(to, 0xA5, len);
-                        match (op, streaming) {
-                            (ReduceOp::PreMulSum, _) => {
-                                reduce_scaled_at(level, dtype, to, &pointers, &scales[..n], count)
-                            }
-                            (_, false) => reduce_at(level, op, dtype, to, &pointers, count),
-                            (_, true) => reduce_nt_at(level, op, dtype, to, &pointers, count),
+                        match op {
+                            ReduceOp::PreMulSum => reduce_scaled_at(level, dtype, to, &pointers, &scales[..n], count),
+                            _ => reduce_at(level, op, dtype, to, &pointers, count),
                         }
                     }
                     assert!(target.read(to, len) == expected[..len], "{level:?} {op} {dtype} n={n} count={count}");

@@ -34,13 +34,13 @@ const LINE: usize = 64;
 
 /// Bytes from `at` to the start of a line.
 #[inline(always)]
-pub(super) fn until_line(at: *const u8) -> usize {
+fn until_line(at: *const u8) -> usize {
     at.addr().wrapping_neg() % LINE
 }
 
 /// Makes the streaming stores so far visible before any store after this.
 #[inline(always)]
-pub(super) fn fence() {
+fn fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: the instruction is part of x86-64 and touches no memory.
     unsafe {
@@ -52,7 +52,7 @@ pub(super) fn fence() {
 ///
 /// # Safety
 /// As [`copy`].
-pub(super) unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
+unsafe fn stream(dst: *mut u8, src: *const u8, len: usize) {
     if dst.cast_const() == src {
         return;
     }

@@ -42,7 +42,6 @@ mod kernel;
 #[cfg(test)]
 mod tests;
 
-use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 pub use copy::{copy, copy_nt};
@@ -67,21 +66,6 @@ pub const MAX_SOURCES: usize = MAX_LOCAL_RANKS;
 pub unsafe fn reduce(op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     // SAFETY: the caller's contract, and `level` is supported by this processor.
     unsafe { reduce_at(level(), op, dtype, dst, srcs, count) }
-}
-
-/// [`reduce`] with streaming stores: the same result, written past the caches, which spares reading `dst` before it is
-/// overwritten. For outputs of several MiB that this core will not read again soon. The stores are visible to other
-/// threads, in order, when the function returns.
-///
-/// If `dst` is one of the sources there is nothing to spare (its lines are read anyway, and streaming into a line that
-/// is in a cache is slow), nor can a `dst` be streamed to whose elements straddle lines: both become a plain
-/// [`reduce`].
-///
-/// # Safety
-/// As [`reduce`].
-pub unsafe fn reduce_nt(op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
-    // SAFETY: the caller's contract, and `level` is supported by this processor.
-    unsafe { reduce_nt_at(level(), op, dtype, dst, srcs, count) }
 }
 
 /// The sum over the sources, in their order, of source i times `scales[i]`, for the float types; a source without a scale
@@ -285,48 +269,4 @@ unsafe fn scale_avg_at(level: Level, dtype: DataType, dst: *mut u8, count: usize
         // SAFETY: the caller's contract; `dst` is its own only source.
         unsafe { level.kernel(ReduceOp::Avg, dtype)(dst, &[dst.cast_const()], count, n) }
     }
-}
-
-/// Bytes that [`reduce_nt`] computes in the first-level cache before it streams them out.
-const STAGE: usize = 4096;
-
-/// Aligned to a line, so that the kernel's stores never straddle two.
-#[repr(align(64))]
-struct Stage([MaybeUninit<u8>; STAGE]);
-
-/// # Safety
-/// As [`reduce`], and the processor supports `level`.
-unsafe fn reduce_nt_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
-    let size = dtype.size();
-    let head = copy::until_line(dst);
-    let straddling = !head.is_multiple_of(size);
-    if srcs.is_empty() || srcs.len() > MAX_SOURCES || straddling || srcs.contains(&dst.cast_const()) {
-        // SAFETY: the caller's contract.
-        return unsafe { reduce_at(level, op, dtype, dst, srcs, count) };
-    }
-    if let [only] = *srcs {
-        // SAFETY: the caller's contract: the two are equal, or do not overlap.
-        return unsafe { copy_nt(dst, only, count * size) };
-    }
-    let mut stage = Stage([MaybeUninit::uninit(); STAGE]);
-    let staged = stage.0.as_mut_ptr().cast::<u8>();
-    let mut pointers = [std::ptr::null(); MAX_SOURCES];
-    let total = count * size;
-    let mut done = 0;
-    while done < total {
-        // The first piece ends where a line of `dst` does, so that all others start on one.
-        let piece = (if done == 0 && head != 0 { head } else { STAGE }).min(total - done);
-        // SAFETY: `done + piece <= total`, the length of every buffer in bytes, and `piece` is at most the stage and a
-        // whole number of elements, since `head`, STAGE and `total` are. The stage overlaps nothing, and a piece of
-        // `dst` is written after the same piece of every source was read.
-        unsafe {
-            for (pointer, source) in pointers.iter_mut().zip(srcs) {
-                *pointer = source.add(done);
-            }
-            level.kernel(op, dtype)(staged, &pointers[..srcs.len()], piece / size, srcs.len());
-            copy::stream(dst.add(done), staged, piece);
-        }
-        done += piece;
-    }
-    copy::fence();
 }

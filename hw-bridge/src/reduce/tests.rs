@@ -346,7 +346,7 @@ fn in_place_with_any_source() {
                 let also = if at % 2 == 1 { (at + 1) % n } else { at };
                 sources[also] = sources[at].clone();
                 let expected = expected(op, dtype, &sources);
-                for (level, streaming) in levels().into_iter().flat_map(|level| [(level, false), (level, true)]) {
+                for level in levels() {
                     let mut dst = Guarded::new(&sources[at], at);
                     let to = dst.as_mut_ptr();
                     let mut pointers = pointers(&sources);
@@ -354,24 +354,17 @@ fn in_place_with_any_source() {
                     pointers[also] = to;
                     // SAFETY: buffers of `count` elements; `dst` is equal to one or two of the sources and apart from
                     // the others; the level is supported.
-                    unsafe {
-                        if streaming {
-                            reduce_nt_at(level, op, dtype, to, &pointers, count);
-                        } else {
-                            reduce_at(level, op, dtype, to, &pointers, count);
-                        }
-                    }
-                    assert_eq!(dst.content(), expected, "{level:?} {op} {dtype} n={n} at={at} nt={streaming}");
+                    unsafe { reduce_at(level, op, dtype, to, &pointers, count) };
+                    assert_eq!(dst.content(), expected, "{level:?} {op} {dtype} n={n} at={at}");
                 }
             }
         }
     }
 }
 
-/// Every pair of codes of every 8-bit type, and big odd counts of the others; streaming and not; `dst` on and off a
-/// line.
+/// Every pair of codes of every 8-bit type, and big odd counts of the others; `dst` on and off a line.
 #[test]
-fn big_buffers_and_streaming_match_the_reference() {
+fn big_buffers_match_the_reference() {
     let mut random = Random(4);
     for dtype in DataType::ALL {
         let sources: Vec<Vec<u8>> = if dtype.size() == 1 {
@@ -385,35 +378,11 @@ fn big_buffers_and_streaming_match_the_reference() {
             for level in levels() {
                 for shift in [0, 1, 8, 40] {
                     let mut plain = Guarded::new(&vec![0; len], shift);
-                    let mut streamed = Guarded::new(&vec![0; len], shift);
                     let pointers = pointers(&sources);
                     // SAFETY: all buffers are `len` bytes and apart; the level is supported.
-                    unsafe {
-                        reduce_at(level, op, dtype, plain.as_mut_ptr(), &pointers, len / dtype.size());
-                        reduce_nt_at(level, op, dtype, streamed.as_mut_ptr(), &pointers, len / dtype.size());
-                    }
+                    unsafe { reduce_at(level, op, dtype, plain.as_mut_ptr(), &pointers, len / dtype.size()) };
                     assert!(plain.content() == expected, "{level:?} {op} {dtype} shift={shift}");
-                    assert!(streamed.content() == expected, "{level:?} {op} {dtype} shift={shift}, streaming");
                 }
-            }
-        }
-    }
-}
-
-/// Streaming a short or an only source.
-#[test]
-fn streaming_at_any_length() {
-    let mut random = Random(5);
-    for (dtype, n) in [(DataType::Uint8, 1), (DataType::Uint8, 2), (DataType::Fp32, 1), (DataType::Fp32, 3)] {
-        let sources: Vec<_> = (0..n).map(|_| random.elements(dtype, 1200)).collect();
-        let expected = expected(ReduceOp::Sum, dtype, &sources);
-        for count in (0..=150).chain([1023, 1024, 1025, 1200]) {
-            for shift in [0, 4, 5, 60] {
-                let len = count * dtype.size();
-                let mut dst = Guarded::new(&vec![0; len], shift);
-                // SAFETY: sources of 1200 elements, a destination of `count`, all apart.
-                unsafe { reduce_nt(ReduceOp::Sum, dtype, dst.as_mut_ptr(), &pointers(&sources), count) };
-                assert_eq!(dst.content(), &expected[..len], "{dtype} n={n} count={count} shift={shift}");
             }
         }
     }
@@ -638,7 +607,6 @@ fn slices_that_make_no_sense_are_refused_and_dst_is_left_alone() {
     // SAFETY: no source is tolerated.
     unsafe {
         reduce(ReduceOp::Sum, DataType::Fp32, dst.as_mut_ptr(), &[], 2);
-        reduce_nt(ReduceOp::Sum, DataType::Fp32, dst.as_mut_ptr(), &[], 2);
     }
     assert_eq!(dst, [7; 8]);
     assert_eq!(scale_avg_slice(DataType::Uint8, &mut dst, 2), Ok(()));
