@@ -9,8 +9,13 @@ pub const HBM_ALIGN: u64 = 4096;
 pub const LANES: usize = 5;
 /// Arrival records a rank keeps in a lane: it may be this many operations ahead of its slowest reader.
 pub const SLOTS: usize = 16;
-/// Payload bytes beside an arrival record; the largest message that goes in one hop.
+/// Payload bytes beside an arrival record.
 pub const SLOT_BYTES: usize = 8 * 1024;
+/// Payloads that are too large for the place beside their record which a rank keeps in a lane: with them it may be only this
+/// many operations ahead of its slowest reader.
+pub const LARGE_SLOTS: usize = 4;
+/// Bytes of such a payload; the largest message that goes in one hop.
+pub const LARGE_SLOT_BYTES: usize = 256 * 1024;
 /// Operations a lane's flight recorder keeps.
 pub const FLIGHT_RECORDS: usize = 64;
 /// Payload bytes inside the record's own cache line; such a message costs one line transfer.

@@ -11,13 +11,14 @@
 //! lane     progress | bell | tally | flight records          (8 KiB, hot words on lines of their own)
 //!          slot 0 | slot 1 | ... SLOTS                       (a 64-byte record, then the payload)
 //!          stage in 0 | in 1 | result 0 | result 1           (STAGE_BYTES each, touched by private buffers only)
+//!          large 0 | large 1 | ... LARGE_SLOTS               (payloads that are too large for the place beside a record)
 //! ```
 //!
 //! A lane is a sequence of operations of its own: operations of different lanes run side by side and never wait for each
 //! other. *progress* is `sequence << 16 | step`, only ever rises, and is the one word peers wait on. Step 1 is "arrived", and
 //! [`STEP_DONE`] is "has read all it wanted of its peers". A *slot* is the arrival record of operation `sequence`, in
-//! slot `sequence % SLOTS`; its tag is written last. A rank reuses a slot only after every linked peer is done with the
-//! operation it held.
+//! slot `sequence % SLOTS`; its tag is written last. A rank reuses a slot, or the place of a large payload, only after every
+//! linked peer is done with the operation it held.
 //!
 //! What a peer writes is an allegation: headers are compared, offsets checked against the mapping, texts cleaned.
 
@@ -26,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::dtype::{DataType, ReduceOp};
 use crate::flight::{self, Flight, Tally};
-use crate::limits::{INLINE_BYTES, LANES, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
+use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::{Bell, Fence, publish_fence};
@@ -35,11 +36,12 @@ const MAGIC: u64 = 0x316c_6363_776c_6377;
 const BLOCK_BYTES: usize = 4096;
 /// A record and the first line of its payload share a pair of lines, which processors fetch together.
 const SLOT_STRIDE: usize = (SLOT_BYTES + 64).next_multiple_of(128);
-/// In a lane: where the flight records, the slots and the staging halves begin.
+/// In a lane: where the flight records, the slots, the staging halves and the large payloads begin.
 const FLIGHT_AT: usize = 4096;
 const SLOTS_AT: usize = FLIGHT_AT + flight::RING_BYTES;
 const STAGE_AT: usize = (SLOTS_AT + SLOTS * SLOT_STRIDE).next_multiple_of(4096);
-const LANE_BYTES: usize = STAGE_AT + 4 * STAGE_BYTES;
+const LARGE_AT: usize = STAGE_AT + 4 * STAGE_BYTES;
+const LANE_BYTES: usize = LARGE_AT + LARGE_SLOTS * LARGE_SLOT_BYTES;
 /// Bytes of a control segment (address space; pages cost memory when touched).
 pub const CONTROL_BYTES: usize = BLOCK_BYTES + LANES * LANE_BYTES;
 /// Name of a control segment's memfd: how `wccl top` finds those of other processes.
@@ -440,6 +442,12 @@ impl Control {
         self.segment.commit((BLOCK_BYTES + lane * LANE_BYTES + STAGE_AT) as u64, 4 * STAGE_BYTES as u64)
     }
 
+    /// Allocates a lane's places for large payloads, before its first one.
+    pub fn commit_large(&self, lane: usize) -> Result<(), SegmentError> {
+        let at = BLOCK_BYTES + lane * LANE_BYTES + LARGE_AT;
+        self.segment.commit(at as u64, (LARGE_SLOTS * LARGE_SLOT_BYTES) as u64)
+    }
+
     /// State of the rank and, unless alive, its reason.
     pub fn state(&self) -> (RankState, String) {
         let s = &self.block().state.0;
@@ -504,11 +512,15 @@ impl<'a> LaneView<'a> {
         unsafe { &*self.slot(seq).cast::<Record>() }
     }
 
-    /// Where the payload of operation `seq` lies: in the record's line if it fits, else behind it.
+    /// Where the payload of operation `seq` lies: in the record's line if it fits, else behind it, else among the large ones.
     #[inline]
     pub(crate) fn payload(&self, seq: u64, len: usize) -> *mut u8 {
-        debug_assert!(len <= SLOT_BYTES);
-        self.slot(seq).wrapping_add(if len <= INLINE_BYTES { 64 - INLINE_BYTES } else { 64 })
+        debug_assert!(len <= LARGE_SLOT_BYTES);
+        match len {
+            ..=INLINE_BYTES => self.slot(seq).wrapping_add(64 - INLINE_BYTES),
+            ..=SLOT_BYTES => self.slot(seq).wrapping_add(64),
+            _ => self.base.wrapping_add(LARGE_AT + (seq as usize % LARGE_SLOTS) * LARGE_SLOT_BYTES),
+        }
     }
 
     /// Staging area: `result` picks the pair, `half` the piece's parity.
@@ -775,7 +787,9 @@ mod tests {
         assert_eq!(lane.payload(5, INLINE_BYTES) as usize, record + 32);
         assert_eq!(lane.payload(5, INLINE_BYTES + 1) as usize, record + 64);
         assert_eq!(record % 128, 0);
-        let end = lane.stage(true, 1) as usize + STAGE_BYTES;
+        assert_eq!(lane.payload(5, SLOT_BYTES) as usize, record + 64);
+        assert_eq!(lane.payload(LARGE_SLOTS as u64, SLOT_BYTES + 1), lane.stage(true, 1).wrapping_add(STAGE_BYTES));
+        let end = lane.payload(LARGE_SLOTS as u64 - 1, LARGE_SLOT_BYTES) as usize + LARGE_SLOT_BYTES;
         assert_eq!(end, c.segment.base() as usize + CONTROL_BYTES);
     }
 }

@@ -19,7 +19,9 @@ use std::time::{Duration, Instant};
 use crate::dtype::ReduceOp;
 use crate::flight::{Counters, State};
 use crate::hbm::{Hbm, HbmBuf};
-use crate::limits::{INLINE_BYTES, LANES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES, STREAM_BYTES};
+use crate::limits::{
+    INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES, STREAM_BYTES,
+};
 use crate::peers::{Abort, Aside, Control, FLAG_PRIVATE, LaneView, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
 use crate::segment::SegmentError;
@@ -39,7 +41,7 @@ pub enum Place {
     PeerIn(u16),
     /// A peer's output in its device memory.
     PeerOut(u16),
-    /// The payload beside a rank's arrival record; this rank's own included.
+    /// The payload that came with a rank's arrival record; this rank's own included.
     Slot(u16),
     /// A rank's staging half for input pieces; this rank's own included.
     Stage(u16, u8),
@@ -116,7 +118,7 @@ pub enum Step {
 pub struct Schedule {
     /// What all ranks must agree on.
     pub header: OpHeader,
-    /// Bytes of the input that travel beside the record (at most [`SLOT_BYTES`]); 0 for none.
+    /// Bytes of the input that travel with the record (at most [`LARGE_SLOT_BYTES`]); 0 for none.
     pub payload: u64,
     /// Bytes the payload has on any rank; decides where it lies. More than [`INLINE_BYTES`] in a pre-scaled sum, whose
     /// scale is in the record.
@@ -484,6 +486,7 @@ pub struct Lane {
     /// Every linked peer is known to be done with this operation.
     drained: u64,
     stage_ready: bool,
+    large_ready: bool,
     digest: u32,
     /// Kept between operations, so that a small one need not clear it; absent while one runs.
     bases: Option<Box<Bases>>,
@@ -590,7 +593,9 @@ impl Endpoint {
             return Err(OpError::Stage { rank: self.rank, reason: e.to_string() });
         }
         let bases = Some(Box::new(Bases::none()));
-        Ok(Some(Lane { endpoint: self.clone(), index, seq: 0, drained: 0, stage_ready: false, digest: 0, bases }))
+        let endpoint = self.clone();
+        let (stage_ready, large_ready) = (false, false);
+        Ok(Some(Lane { endpoint, index, seq: 0, drained: 0, stage_ready, large_ready, digest: 0, bases }))
     }
 
     /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
@@ -793,14 +798,23 @@ impl Lane {
                 return Err(OpError::WrongCore { rank: self.endpoint.rank, which });
             }
         }
-        if s.staged && !self.stage_ready {
-            if let Err(e) = self.endpoint.control.commit_stage(self.index) {
-                let e = OpError::Stage { rank: self.endpoint.rank, reason: e.to_string() };
-                self.endpoint.fail(&e.to_string());
-                return Err(e);
-            }
-            self.stage_ready = true;
+        let (stage, large) = (s.staged && !self.stage_ready, s.sends_large() && !self.large_ready);
+        if stage || large { self.make_room(stage, large) } else { Ok(()) }
+    }
+
+    /// Allocates what the lane's first staged operation, or its first large payload, writes to.
+    #[cold]
+    fn make_room(&mut self, stage: bool, large: bool) -> Result<(), OpError> {
+        let control = &self.endpoint.control;
+        let room = if stage { control.commit_stage(self.index) } else { Ok(()) };
+        let room = room.and_then(|()| if large { control.commit_large(self.index) } else { Ok(()) });
+        if let Err(e) = room {
+            let e = OpError::Stage { rank: self.endpoint.rank, reason: e.to_string() };
+            self.endpoint.fail(&e.to_string());
+            return Err(e);
         }
+        self.stage_ready |= stage;
+        self.large_ready |= large;
         Ok(())
     }
 
@@ -814,13 +828,13 @@ impl Lane {
         wait: &mut WaitCtx<'_>,
     ) -> Result<(), OpError> {
         let seq = self.seq;
-        self.drain(seq, wait)?;
+        self.drain(seq, s.ahead(), wait)?;
         let mut bases = self.bases.take().unwrap_or_else(|| Box::new(Bases::none()));
         bases.begin(input.ptr, output.ptr, self.endpoint.nranks);
         bases.scales[self.endpoint.rank] = scale;
         if s.payload > 0 {
             let dst = self.mine().payload(seq, s.slot_len as usize);
-            // SAFETY: the payload is at most SLOT_BYTES (asserted when the schedule was sealed) and lies in our own slot,
+            // SAFETY: the payload is at most LARGE_SLOT_BYTES (checked when the schedule was sealed) and lies in our own slot,
             // which `drain` found unused; the input has `in_bytes >= payload` bytes (checked above).
             unsafe { reduce::copy(dst, input.ptr, s.payload as usize) };
             self.mine().tally().copied(s.payload);
@@ -865,9 +879,9 @@ impl Lane {
         OpError::Left { rank, seq, what, peer: p.rank, pid: p.pid, how, reason }
     }
 
-    /// Waits until every linked peer is done with the operation whose slot is to be reused.
-    fn drain(&mut self, seq: u64, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
-        let Some(need) = seq.checked_sub(SLOTS as u64).filter(|n| *n > self.drained) else { return Ok(()) };
+    /// Waits until every linked peer is done with the operation that was `ahead` operations ago: its slot is to be reused.
+    fn drain(&mut self, seq: u64, ahead: u64, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
+        let Some(need) = seq.checked_sub(ahead).filter(|n| *n > self.drained) else { return Ok(()) };
         let mut least = u64::MAX;
         for p in 0..self.endpoint.nranks {
             if self.endpoint.peer(p).is_none() {
@@ -1214,6 +1228,16 @@ pub struct BadSchedule {
 }
 
 impl Schedule {
+    /// How many operations a rank may be ahead of its slowest reader in this one.
+    pub fn ahead(&self) -> u64 {
+        if self.slot_len > SLOT_BYTES as u64 { LARGE_SLOTS as u64 } else { SLOTS as u64 }
+    }
+
+    /// Whether this rank writes a payload that has no room beside its record.
+    fn sends_large(&self) -> bool {
+        self.payload > 0 && self.slot_len > SLOT_BYTES as u64
+    }
+
     /// Whether any step uses `place`.
     fn touches(&self, place: Place) -> bool {
         self.sources.iter().any(|at| at.0 == place)
@@ -1233,7 +1257,7 @@ impl Schedule {
         if nranks > MAX_LOCAL_RANKS || rank >= nranks {
             return Err(bad(0, format!("rank {rank} of {nranks}")));
         }
-        if self.slot_len > SLOT_BYTES as u64 || self.payload > self.slot_len || self.payload > self.in_bytes {
+        if self.slot_len > LARGE_SLOT_BYTES as u64 || self.payload > self.slot_len || self.payload > self.in_bytes {
             return Err(bad(0, format!("payload {} in a slot of {}", self.payload, self.slot_len)));
         }
         if self.table != 0 && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {

@@ -3,10 +3,15 @@
 
 mod common;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
 use common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
 use hw_bridge::reduce;
 
 /// Input of `rank`: any bytes do, the reference computes with the same.
@@ -235,27 +240,68 @@ fn along_the_rings_of_the_plugin() {
 fn every_size_in_one_hop_and_in_the_mesh() {
     for algorithm in [Algorithm::OneHop, Algorithm::Mesh] {
         world(3, &forced(algorithm), |mut comm| {
-            for count in (0..260).chain([1000, 2047, 2730]) {
+            for count in (0..260).chain([1000, 2047, 2730, 8192, 21_845, 65_536]) {
                 all_collectives(&mut comm, true, DataType::Fp32, ReduceOp::Sum, count, 1);
             }
         });
     }
 }
 
-/// Many one-way operations: the root may not run over slots that a slow reader still needs.
+/// Many one-way operations: the root may not run over payloads that a slow reader still needs, wherever they lie (in the
+/// record, beside it, among the large ones).
 #[test]
 fn a_fast_root_does_not_overrun_slow_readers() {
-    world(3, &config(), |mut comm| {
-        let rank = comm.rank();
-        for i in 0..500u32 {
-            let mut buf = if rank == 0 { i.to_le_bytes() } else { [0; 4] };
-            if rank == 2 && i % 50 == 0 {
-                std::thread::sleep(std::time::Duration::from_millis(3));
+    for bytes in [4, 3000, LARGE_SLOT_BYTES] {
+        world(3, &forced(Algorithm::OneHop), move |mut comm| {
+            let rank = comm.rank();
+            for i in 0..500u32 {
+                let mut buf = vec![0; bytes];
+                if rank == 0 {
+                    buf.chunks_mut(4).for_each(|c| c.copy_from_slice(&i.to_le_bytes()));
+                }
+                if rank == 2 && i % 50 == 0 {
+                    std::thread::sleep(std::time::Duration::from_millis(3));
+                }
+                comm.broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
+                assert!(buf.chunks(4).all(|c| c == i.to_le_bytes()), "operation {i} of {bytes} bytes");
             }
-            comm.broadcast(Io::HostInPlace(&mut buf), 4, DataType::Uint8, 0).unwrap();
-            assert_eq!(u32::from_le_bytes(buf), i);
-        }
-    });
+        });
+    }
+}
+
+/// A root is ahead of a reader that has not come by as many operations as there are places for payloads, and not by one more.
+#[test]
+fn a_root_is_ahead_by_as_many_payloads_as_there_are_places() {
+    for (bytes, places) in [(3000, SLOTS), (LARGE_SLOT_BYTES, LARGE_SLOTS)] {
+        let sent = Arc::new(AtomicUsize::new(0));
+        world(2, &forced(Algorithm::OneHop), move |mut comm| {
+            let mut buf = vec![0; bytes];
+            // Both are linked, and the room for payloads is there.
+            comm.broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
+            comm.barrier().unwrap();
+            // The barrier was an operation too: its place is free for what comes.
+            let root = comm.rank() == 0;
+            if !root {
+                let until = Instant::now() + Duration::from_secs(10);
+                while sent.load(Ordering::Acquire) < places && Instant::now() < until {
+                    std::thread::yield_now();
+                }
+                // Time enough for a root that does not wait to send the next.
+                std::thread::sleep(Duration::from_millis(50));
+                assert_eq!(sent.load(Ordering::Acquire), places, "of {bytes} bytes");
+            }
+            for i in 0..3 * places as u8 {
+                if root {
+                    buf.fill(i);
+                }
+                comm.broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
+                assert!(buf.iter().all(|b| *b == i), "operation {i} of {bytes} bytes");
+                if root {
+                    sent.fetch_add(1, Ordering::Release);
+                }
+            }
+        });
+    }
 }
 
 #[test]
@@ -338,7 +384,8 @@ fn a_send_to_a_rank_that_receives_from_another_fails() {
             // 0 sends to 1, 1 receives from 2, 2 does nothing.
             let peers = [(Some(1), None), (None, Some(2)), (None, None)][rank];
             let peers = Peers { dst: peers.0, src: peers.1 };
-            let n = 100_000usize;
+            // Too much for one hop, which is one-way: there the sender has nothing to wait for.
+            let n = 400_000usize;
             let (src, mut dst) = (vec![1u8; n], vec![0u8; n]);
             let r = if device {
                 let (a, b) = (comm.tensor(n as u64).unwrap(), comm.tensor(n as u64).unwrap());

@@ -396,6 +396,8 @@ struct Machine<'a> {
     lists: Lists<'a>,
     n: usize,
     repetitions: usize,
+    /// Repetitions that a rank may be ahead: its slots are reused after so many.
+    ahead: usize,
     homes: Vec<Home>,
     /// Ranks that a rank is linked to, seen from both ends.
     linked: Vec<Vec<usize>>,
@@ -448,7 +450,7 @@ pub fn check(members: &[Member<'_>], lists: Lists<'_>) -> Result<Proof, Flaw> {
 
 impl<'a> Machine<'a> {
     fn new(members: &'a [Member<'a>], lists: Lists<'a>) -> Machine<'a> {
-        let n = members.len();
+        let (n, first) = (members.len(), members[0].schedule);
         let homes: Vec<Home> = members.iter().enumerate().map(|(r, m)| Home::of(&m.call, lists, r)).collect();
         let mut linked = vec![vec![false; n]; n];
         for (r, m) in members.iter().enumerate() {
@@ -483,7 +485,8 @@ impl<'a> Machine<'a> {
             members,
             lists,
             n,
-            repetitions: if members[0].schedule.slot_len > 0 { SLOTS + 2 } else { 2 },
+            repetitions: if first.slot_len > 0 { first.ahead() as usize + 2 } else { 2 },
+            ahead: first.ahead() as usize,
             homes,
             linked: linked.iter().map(listed).collect(),
             signals: signals.collect(),
@@ -562,8 +565,8 @@ impl<'a> Machine<'a> {
     fn before(&self, rank: usize, k: usize, event: Event, out: &mut Vec<(usize, usize)>) {
         out.clear();
         match event {
-            Event::Drain if k >= SLOTS => {
-                let need = k - SLOTS;
+            Event::Drain if k >= self.ahead => {
+                let need = k - self.ahead;
                 out.extend(self.linked[rank].iter().map(|p| (*p, (need + 1) * self.per_repetition(*p) - 1)));
             }
             Event::Step(i) => match self.members[rank].schedule.steps[i] {
@@ -698,7 +701,7 @@ impl<'a> Machine<'a> {
             Place::Out => (rank, self.homes[rank].output),
             Place::PeerIn(p) => (usize::from(p), self.home(p)?.input),
             Place::PeerOut(p) => (usize::from(p), self.home(p)?.output),
-            Place::Slot(p) => (usize::from(p), (SLOT + k % SLOTS, 0)),
+            Place::Slot(p) => (usize::from(p), (SLOT + k % self.ahead, 0)),
             Place::Stage(p, half) => (usize::from(p), (STAGE + usize::from(half % 2), 0)),
             Place::Result(p, half) => (usize::from(p), (RESULT + usize::from(half % 2), 0)),
         };

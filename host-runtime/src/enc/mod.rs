@@ -34,7 +34,7 @@ pub use moves::Move;
 pub use private::max_private_bytes;
 
 use hw_bridge::dtype::{DataType, ReduceOp};
-use hw_bridge::limits::{INLINE_BYTES, SLOT_BYTES};
+use hw_bridge::limits::{INLINE_BYTES, LARGE_SLOT_BYTES};
 use hw_bridge::peers::{FLAG_IN_PLACE, FLAG_PRIVATE, Op, OpHeader};
 use hw_bridge::sequencer::{At, BadSchedule, Place, Schedule, Sealed, Step};
 
@@ -197,19 +197,25 @@ impl Call {
     }
 }
 
-/// Largest contribution of a rank, in bytes, that goes in one hop if the user sets no limit. Measured on two cores: what the
-/// second meeting of the mesh costs is soon less than what slots cost, in each of which data comes over from another core's
-/// cache. Only a function of what all ranks know.
-fn one_hop_limit(call: &Call, n: usize) -> u64 {
-    let one_way = matches!(call.op, Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Gather | Op::Scatter | Op::Permute);
-    match (call.private, one_way, n) {
-        // The alternative copies twice as well.
-        (true, _, _) => SLOT_BYTES as u64,
-        (false, _, ..=2) if call.op == Op::Broadcast => 2048,
-        (false, _, ..=2) => 256,
-        // Nobody waits for anybody, which counts most where ranks share cores.
-        (false, true, _) => SLOT_BYTES as u64,
-        (false, false, _) => 2048,
+/// Largest contribution of a rank, in bytes, that goes in one hop if the user sets no limit. `few` are one or two ranks. Only a
+/// function of what all ranks know.
+///
+/// Measured on two cores. Where peers reach one another's memory, what the second meeting of the mesh costs is soon less than
+/// what slots cost, in each of which data comes over from another core's cache; private memory is copied twice either way. In
+/// one-way collectives nobody waits for all, which counts most where ranks share cores.
+fn one_hop_limit(op: Op, private: bool, few: bool) -> u64 {
+    const KIB: u64 = 1024;
+    match (private, op) {
+        (true, Op::Reduce | Op::Permute) if !few => 64 * KIB,
+        (true, Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Gather | Op::Scatter | Op::Permute) => 256 * KIB,
+        (true, Op::ReduceScatter | Op::ReduceScatterV | Op::AllToAll | Op::AllToAllV) if few => 128 * KIB,
+        (true, Op::ReduceScatter | Op::ReduceScatterV | Op::AllToAll | Op::AllToAllV) => 64 * KIB,
+        (true, _) => 8 * KIB,
+        (false, Op::Broadcast) if few => 2 * KIB,
+        (false, _) if few => 256,
+        (false, Op::Broadcast | Op::SendRecv | Op::Scatter) => 64 * KIB,
+        (false, Op::Reduce | Op::Gather | Op::Permute) => 16 * KIB,
+        (false, _) => 2 * KIB,
     }
 }
 
@@ -275,7 +281,7 @@ pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
     let moves_nothing = call.op == Op::Barrier || call.count == 0;
     match algorithm {
         Algorithm::OneHop => {
-            moves_nothing || call.slot_bytes_with(Lists::None, n).is_some_and(|b| b <= SLOT_BYTES as u64)
+            moves_nothing || call.slot_bytes_with(Lists::None, n).is_some_and(|b| b <= LARGE_SLOT_BYTES as u64)
         }
         _ if moves_nothing => false,
         Algorithm::Mesh => device,
@@ -307,11 +313,11 @@ pub fn choose_with(
         return Algorithm::OneHop;
     }
     let slot = call.slot_bytes_with(lists, n);
-    let fits = |most: u64| slot.is_some_and(|b| b <= most.min(SLOT_BYTES as u64));
+    let fits = |most: u64| slot.is_some_and(|b| b <= most.min(LARGE_SLOT_BYTES as u64));
     match forced {
         Some(Algorithm::OneHop) if fits(u64::MAX) => Algorithm::OneHop,
         Some(a) if a != Algorithm::OneHop && serves(a, call, n) => a,
-        _ if fits(one_hop_max.unwrap_or_else(|| one_hop_limit(call, n))) => Algorithm::OneHop,
+        _ if fits(one_hop_max.unwrap_or_else(|| one_hop_limit(call.op, call.private, n <= 2))) => Algorithm::OneHop,
         _ if call.private => Algorithm::Staged,
         _ => Algorithm::Mesh,
     }

@@ -2,7 +2,7 @@
 
 use super::check::{Flaw, Member, Proof, check};
 use super::*;
-use hw_bridge::limits::STAGE_BYTES;
+use hw_bridge::limits::{LARGE_SLOT_BYTES, STAGE_BYTES};
 use proptest::prelude::*;
 
 const ALL: [Algorithm; 7] = Algorithm::ALL;
@@ -199,7 +199,7 @@ fn matrix(algorithm: Algorithm, n: usize, counts: &[u64], mut f: impl FnMut(Grou
                         }
                         let g = Group { root, private, in_place, algorithm, ..Group::new(op, n, count) };
                         let g = g.turned(count, turn);
-                        if g.choice(Some(algorithm), 8192) == algorithm {
+                        if g.choice(Some(algorithm), LARGE_SLOT_BYTES as u64) == algorithm {
                             f(g);
                         }
                         // Without a form in place the three are one.
@@ -287,7 +287,7 @@ fn any_group() -> impl Strategy<Value = Group> {
             let turn = seed as usize % 5;
             let shuffled = |k: usize| (0..n).map(|i| (i * k + turn) % n).collect::<Vec<_>>();
             g.rings = (1..n.max(2)).filter(|k| gcd(*k, n) == 1).take(1 + turn).map(shuffled).collect();
-            g.algorithm = g.choice(Some(ALL[a]), [0, 8192, 32768][turn % 3]);
+            g.algorithm = g.choice(Some(ALL[a]), [0, 8192, LARGE_SLOT_BYTES as u64][turn % 3]);
             g
         },
     )

@@ -29,10 +29,10 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use hw_bridge::limits::SLOT_BYTES;
+use hw_bridge::limits::LARGE_SLOT_BYTES;
 use hw_bridge::peers::Op;
 
-use super::{Algorithm, Call, Lists, choose, serves};
+use super::{Algorithm, Call, Lists, choose, one_hop_limit, serves};
 use crate::limits::{MAX_TABLE_BYTES, MAX_TABLE_ROWS};
 
 /// The word that begins a table.
@@ -231,24 +231,22 @@ impl Table {
         table
     }
 
-    /// The built-in rule as a table: one hop as far as it pays, then the mesh, or staging for private memory.
+    /// The built-in rule as a table: one hop as far as it pays, then the mesh, or staging for private memory. Of each memory
+    /// and number of ranks, first the collectives that differ from the others.
     pub fn builtin() -> Table {
-        let any = Row { op: None, memory: None, ranks: (1, u32::MAX), up_to: u64::MAX, algorithm: Algorithm::OneHop };
-        let hbm = Row { memory: Some(Memory::Hbm), ..any };
-        let (few, many) = (Row { ranks: (1, 2), ..hbm }, Row { ranks: (3, u32::MAX), ..hbm });
-        let most = SLOT_BYTES as u64;
-        let mut rows = vec![
-            Row { memory: Some(Memory::Host), up_to: most, ..any },
-            Row { memory: Some(Memory::Host), algorithm: Algorithm::Staged, ..any },
-            Row { op: Some(Op::Broadcast), up_to: 2048, ..few },
-        ];
-        let one_way = [Op::Broadcast, Op::Reduce, Op::SendRecv, Op::Gather, Op::Scatter, Op::Permute];
-        rows.extend(one_way.map(|op| Row { op: Some(op), up_to: most, ..many }));
-        rows.extend([
-            Row { up_to: 256, ..few },
-            Row { up_to: 2048, ..many },
-            Row { algorithm: Algorithm::Mesh, ..hbm },
-        ]);
+        let mut rows = Vec::new();
+        for (memory, then) in [(Memory::Host, Algorithm::Staged), (Memory::Hbm, Algorithm::Mesh)] {
+            for ranks in [(1, 2), (3, u32::MAX)] {
+                let limit = |op| one_hop_limit(op, memory == Memory::Host, ranks.1 == 2);
+                let others = limit(Op::AllReduce);
+                let row = |op, up_to, algorithm| Row { op, memory: Some(memory), ranks, up_to, algorithm };
+                let differ = Op::ALL.into_iter().filter(|op| limit(*op) != others);
+                rows.extend(
+                    differ.flat_map(|op| [row(Some(op), limit(op), Algorithm::OneHop), row(Some(op), u64::MAX, then)]),
+                );
+                rows.extend([row(None, others, Algorithm::OneHop), row(None, u64::MAX, then)]);
+            }
+        }
         Table::indexed(rows)
     }
 
@@ -486,7 +484,7 @@ impl Policy<'_> {
         }
         // A size beyond 2^64 fits the largest rows; the run is refused by its buffers.
         let bytes = call.contribution(n).unwrap_or(u64::MAX);
-        if self.one_hop_max.is_some_and(|most| bytes <= most.min(SLOT_BYTES as u64)) {
+        if self.one_hop_max.is_some_and(|most| bytes <= most.min(LARGE_SLOT_BYTES as u64)) {
             return Decision { algorithm: Algorithm::OneHop, why: Why::OneHopMax, passed_over };
         }
         if let Some((row, algorithm)) = self.table.and_then(|t| t.find(call, n, bytes)) {
@@ -549,6 +547,13 @@ mod tests {
                     8191,
                     8192,
                     8193,
+                    16_384,
+                    16_385,
+                    65_536,
+                    65_537,
+                    131_073,
+                    262_144,
+                    262_145,
                     1 << 20,
                     u64::MAX / 2,
                 ] {
