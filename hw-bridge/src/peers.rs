@@ -21,11 +21,12 @@
 //!
 //! What a peer writes is an allegation: headers are compared, offsets checked against the mapping, texts cleaned.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::dtype::{DataType, ReduceOp};
-use crate::flight::{self, Flight, Tally};
+use crate::flight::{self, Counters, Flight, Tally};
 use crate::limits::{INLINE_BYTES, LANES, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
@@ -309,6 +310,8 @@ const _: () = assert!(size_of::<LaneHead>() <= FLIGHT_AT && LANE_BYTES % 4096 ==
 pub struct Control {
     segment: Arc<Segment>,
     left: AtomicBool,
+    /// The owner's process, where it is a linked peer's and the kernel gave a descriptor of it.
+    owner: Option<OwnedFd>,
 }
 
 /// One lane of a control segment.
@@ -322,7 +325,7 @@ impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
         let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
-        let c = Control { segment, left: AtomicBool::new(false) };
+        let c = Control { segment, left: AtomicBool::new(false), owner: None };
         c.commit(0)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
@@ -355,7 +358,7 @@ impl Control {
                 segment.len()
             )));
         }
-        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true) };
+        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None };
         let magic = c.block().ident.0[ident::MAGIC].load(Ordering::Acquire);
         if magic != MAGIC {
             return Err(SegmentError::Foreign(format!("its control block has magic {magic:#x}")));
@@ -453,6 +456,39 @@ impl Control {
         let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
         let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         (state, text)
+    }
+
+    /// The state in words: `alive`, `closed`, `aborted: REASON`, `failed: REASON`, or `process ended` for a rank that did not
+    /// get to say more.
+    pub fn standing(&self) -> String {
+        match self.state() {
+            (RankState::Alive, _) if self.owner_ended() => "process ended".into(),
+            (RankState::Alive, _) => "alive".into(),
+            (RankState::Closed, _) => "closed".into(),
+            (RankState::Aborted, why) => format!("aborted: {why}"),
+            (RankState::Failed, why) => format!("failed: {why}"),
+        }
+    }
+
+    /// Whether the owner's process has ended; `false` where that cannot be known.
+    fn owner_ended(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let Some(fd) = &self.owner else { return false };
+        let mut fds = [PollFd::new(fd, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        matches!(poll(&mut fds, Some(&now)), Ok(1))
+    }
+
+    /// What the rank has counted, all lanes together.
+    pub fn counters(&self) -> Counters {
+        (0..LANES).fold(Counters::default(), |sum, l| sum + self.lane(l).tally().read())
+    }
+
+    /// The last operations of the rank with their lanes, each lane's oldest first.
+    pub fn records(&self) -> Vec<(usize, flight::Record)> {
+        let (epoch, now) = (self.epoch(), flight::now());
+        let of = |lane: usize| self.lane(lane).flight().read(epoch, now).into_iter().map(move |r| (lane, r));
+        (0..LANES).flat_map(of).collect()
     }
 
     /// Whether the rank takes part, without the reason.
@@ -641,7 +677,6 @@ pub struct Peer {
     pub pid: i32,
     pub(crate) control: Control,
     pub(crate) hbm: Segment,
-    pidfd: Option<std::os::fd::OwnedFd>,
 }
 
 impl Peer {
@@ -650,8 +685,9 @@ impl Peer {
         if mapped.rank as usize != rank {
             return Err(SegmentError::Foreign(format!("it belongs to rank {}, expected rank {rank}", mapped.rank)));
         }
-        let control = Control::of_peer(mapped.control, rank as u32, nranks as u32)?;
-        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm, pidfd: mapped.pidfd })
+        let mut control = Control::of_peer(mapped.control, rank as u32, nranks as u32)?;
+        control.owner = mapped.pidfd;
+        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm })
     }
 
     /// The peer's control segment.
@@ -661,11 +697,7 @@ impl Peer {
 
     /// Whether its process has ended.
     pub fn dead(&self) -> bool {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let Some(fd) = &self.pidfd else { return false };
-        let mut fds = [PollFd::new(fd, PollFlags::IN)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        matches!(poll(&mut fds, Some(&now)), Ok(1))
+        self.control.owner_ended()
     }
 }
 
