@@ -169,7 +169,6 @@ fn options_that_do_not_fit_together_are_wrong_usage() {
         &["--tune-ranks", "2"],
         &["--peer-results", "f"],
         &["--plot", "p", "--peer"],
-        &["--explain", "-n", "3"],
     ] {
         let (code, said) = fails(args, &[]);
         assert_eq!(code, Some(2), "{args:?}: {said}");
