@@ -144,12 +144,23 @@ struct Report<'a> {
 /// # Errors
 /// [`Usage`] for options that do not fit together; a rank failed, or found wrong elements.
 pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
+    if let Some(op) = args.collectives.iter().find(|op| args.in_place && !collective::has_in_place(**op)) {
+        let with: Vec<&str> = Op::ALL.into_iter().filter(|op| collective::has_in_place(*op)).map(Op::name).collect();
+        let (name, with) = (op.name(), with.join(", "));
+        return Err(Usage(format!("--in-place: {name} has no in-place form; those that have one: {with}")).into());
+    }
+    if args.buffers == Memory::Host && args.collectives.contains(&Op::Group) {
+        return Err(
+            Usage("--buffers host: group moves device memory only; leave it out, or use alltoall".into()).into()
+        );
+    }
     if args.root >= args.ranks.ranks {
         let (root, n) = (args.root, args.ranks.ranks);
         return Err(Usage(format!("--root {root} is not one of the {n} ranks; use 0 to {}", n - 1)).into());
     }
     // A file that cannot be used is said before anything is measured.
     plot::Others::read(&args.peer_results, args.ranks.ranks as usize)?;
+    args.report_to_json_file.iter().chain(&args.plot).try_for_each(|file| plot::can_write(file))?;
     let factor = args.stepbytes.is_none().then_some(args.stepfactor);
     let sweep = Sweep {
         collectives: args.collectives.iter().map(|c| c.name().to_string()).collect(),

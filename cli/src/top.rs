@@ -42,7 +42,7 @@ pub struct Args {
     #[arg(long)]
     once: bool,
     /// Seconds between two looks
-    #[arg(short, long, value_name = "S", default_value_t = 1.0)]
+    #[arg(short, long, value_name = "S", default_value_t = 1.0, allow_negative_numbers = true)]
     interval: f64,
     /// Ranks of this process only
     #[arg(long, value_name = "PID")]

@@ -91,6 +91,7 @@ impl Args {
         job.memories = self.tune_buffers.clone();
         job.memories.dedup();
         let part = file.with_file_name(format!(".{}.{}.rows", name.to_string_lossy(), std::process::id()));
+        plot::can_write(file)?;
         plot::write_whole(&part, "")?;
         let _cleaned = Cleaned(&part);
         job.out = std::path::absolute(&part).with_context(|| format!("finding {}", part.display()))?;
