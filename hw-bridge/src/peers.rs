@@ -255,7 +255,7 @@ struct Line<T>(T);
 
 #[repr(C)]
 struct Block {
-    ident: Line<[AtomicU64; 8]>,
+    ident: Line<[AtomicU64; 9]>,
     state: Line<StateLine>,
 }
 
@@ -273,6 +273,8 @@ mod ident {
     pub const CLOCK_NS: usize = 5;
     pub const TICKS: usize = 6;
     pub const COMPONENT_CALLS: usize = 7;
+    /// Bits of the lanes that have memory.
+    pub const COMMITTED: usize = 8;
 }
 
 /// The first page of a lane.
@@ -435,7 +437,9 @@ impl Control {
     pub fn commit(&self, lane: usize) -> Result<(), SegmentError> {
         let at = if lane == 0 { 0 } else { BLOCK_BYTES + lane * LANE_BYTES };
         let end = BLOCK_BYTES + lane * LANE_BYTES + STAGE_AT;
-        self.segment.commit(at as u64, (end - at) as u64)
+        self.segment.commit(at as u64, (end - at) as u64)?;
+        self.block().ident.0[ident::COMMITTED].fetch_or(1 << lane, Ordering::Release);
+        Ok(())
     }
 
     /// Allocates a lane's staging pages, before its first private buffer.
@@ -479,16 +483,22 @@ impl Control {
         matches!(poll(&mut fds, Some(&now)), Ok(1))
     }
 
+    /// The lanes that have memory. To look at another would allocate it, and is fatal where there is none.
+    fn committed(&self) -> impl Iterator<Item = usize> {
+        let bits = self.block().ident.0[ident::COMMITTED].load(Ordering::Acquire);
+        (0..LANES).filter(move |l| bits >> l & 1 == 1)
+    }
+
     /// What the rank has counted, all lanes together.
     pub fn counters(&self) -> Counters {
-        (0..LANES).fold(Counters::default(), |sum, l| sum + self.lane(l).tally().read())
+        self.committed().fold(Counters::default(), |sum, l| sum + self.lane(l).tally().read())
     }
 
     /// The last operations of the rank with their lanes, each lane's oldest first.
     pub fn records(&self) -> Vec<(usize, flight::Record)> {
         let (epoch, now) = (self.epoch(), flight::now());
         let of = |lane: usize| self.lane(lane).flight().read(epoch, now).into_iter().map(move |r| (lane, r));
-        (0..LANES).flat_map(of).collect()
+        self.committed().flat_map(of).collect()
     }
 
     /// Whether the rank takes part, without the reason.
@@ -787,6 +797,34 @@ mod tests {
         assert!(view(&mine, 0, 2).unwrap_err().to_string().contains("rank 1 of 2, expected rank 0 of 2"));
         mine.block().ident.0[0].store(1, Ordering::Relaxed);
         assert!(view(&mine, 1, 2).unwrap_err().to_string().contains("magic"));
+    }
+
+    #[test]
+    fn looking_at_lanes_takes_no_memory() {
+        let owner = Control::create(0, 1).unwrap();
+        let viewer = view(&owner, 0, 1).unwrap();
+        let blocks = || rustix::fs::fstat(owner.segment.fd().unwrap()).unwrap().st_blocks;
+        let before = blocks();
+        assert_eq!((viewer.records(), viewer.counters()), (Vec::new(), Counters::default()));
+        assert_eq!(blocks(), before);
+        owner.commit(2).unwrap();
+        owner.lane(2).tally().op();
+        owner.lane(2).flight().begin(1, &header(), 400);
+        assert_eq!(viewer.counters().ops, 1);
+        assert_eq!(viewer.records().iter().map(|(lane, r)| (*lane, r.seq)).collect::<Vec<_>>(), [(2, 1)]);
+    }
+
+    #[test]
+    fn standing_is_one_phrase_a_state() {
+        let standing = |leave: fn(&Control)| {
+            let c = Control::create(0, 2).unwrap();
+            leave(&c);
+            c.standing()
+        };
+        assert_eq!(standing(|_| ()), "alive");
+        assert_eq!(standing(|c| c.leave(RankState::Closed, "")), "closed");
+        assert_eq!(standing(|c| c.leave(RankState::Aborted, "enough")), "aborted: enough");
+        assert_eq!(standing(|c| c.leave(RankState::Failed, "operation #1 failed")), "failed: operation #1 failed");
     }
 
     #[test]
