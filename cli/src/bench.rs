@@ -5,13 +5,13 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::ArgAction;
-use host_runtime::enc::Algorithm;
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
 
-use crate::collective::{self, Buffers, Case, Memory};
+use crate::collective::{self, Buffers, Memory};
 use crate::measure::{self, Times, number};
+use crate::sweep::Sweep;
 use crate::term::{Paint, Progress};
 use crate::worker::{self, Ranks};
 use crate::{Usage, explain, peer, plot, size, tune};
@@ -73,16 +73,12 @@ pub struct Args {
     /// Root of broadcast, reduce, gather and scatter
     #[arg(long, value_name = "RANK", default_value_t = 0)]
     root: u64,
-    /// Input and output in the same memory (sendrecv, permute, alltoallv and group have no such form)
+    /// Input and output in the same memory (sendrecv, permute, alltoallv, group and barrier have no such form)
     #[arg(long)]
     in_place: bool,
     /// Where the buffers lie
     #[arg(long, value_enum, default_value = "hbm")]
     buffers: Memory,
-    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged, halving, tree, two-level;
-    /// default: by size
-    #[arg(long, value_name = "NAME")]
-    algo: Option<String>,
     /// Write the results to this file, as JSON
     #[arg(long, value_name = "FILE")]
     report_to_json_file: Option<PathBuf>,
@@ -92,8 +88,9 @@ pub struct Args {
     /// Results to draw beside: of a comparison with other libraries, or a report of this program; may be repeated
     #[arg(long, value_name = "FILE", requires = "plot")]
     peer_results: Vec<PathBuf>,
-    /// Print which algorithm would be used, what it would do and why, instead of measuring
-    #[arg(long, conflicts_with_all = ["peer", "tune", "report_to_json_file", "iters", "warmup", "check"])]
+    /// Print which algorithm would be used, what it would do and why, instead of measuring: -n, -w and -c may stay and
+    /// mean nothing
+    #[arg(long, conflicts_with_all = ["peer", "tune", "report_to_json_file"])]
     explain: bool,
     #[command(flatten)]
     tune: tune::Args,
@@ -104,17 +101,11 @@ pub struct Args {
 /// What a rank needs to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Job {
-    collectives: Vec<String>,
-    sizes: Vec<u64>,
-    dtype: String,
-    redop: String,
+    sweep: Sweep,
     iters: u32,
     warmup: u32,
     check: bool,
-    root: usize,
-    in_place: bool,
     memory: Memory,
-    algo: Option<String>,
     report: Option<PathBuf>,
     plot: Option<PathBuf>,
     peer_results: Vec<PathBuf>,
@@ -153,8 +144,15 @@ struct Report<'a> {
 /// # Errors
 /// [`Usage`] for options that do not fit together; a rank failed, or found wrong elements.
 pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
-    if let Some(name) = &args.algo {
-        name.parse::<Algorithm>().map_err(|e| Usage(format!("--algo: {e}")))?;
+    if let Some(op) = args.collectives.iter().find(|op| args.in_place && !collective::has_in_place(**op)) {
+        let with: Vec<&str> = Op::ALL.into_iter().filter(|op| collective::has_in_place(*op)).map(Op::name).collect();
+        let (name, with) = (op.name(), with.join(", "));
+        return Err(Usage(format!("--in-place: {name} has no in-place form; those that have one: {with}")).into());
+    }
+    if args.buffers == Memory::Host && args.collectives.contains(&Op::Group) {
+        return Err(
+            Usage("--buffers host: group moves device memory only; leave it out, or use alltoall".into()).into()
+        );
     }
     if args.root >= args.ranks.ranks {
         let (root, n) = (args.root, args.ranks.ranks);
@@ -162,27 +160,29 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     }
     // A file that cannot be used is said before anything is measured.
     plot::Others::read(&args.peer_results, args.ranks.ranks as usize)?;
+    args.report_to_json_file.iter().chain(&args.plot).try_for_each(|file| plot::can_write(file))?;
     let factor = args.stepbytes.is_none().then_some(args.stepfactor);
-    let sizes = || size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage);
-    let collectives = args.collectives.iter().map(|c| c.name().to_string()).collect();
+    let sweep = Sweep {
+        collectives: args.collectives.iter().map(|c| c.name().to_string()).collect(),
+        sizes: size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage)?,
+        dtype: args.datatype.name().into(),
+        redop: args.op.name().into(),
+        root: args.root as usize,
+        in_place: args.in_place,
+    };
     if let Some(file) = args.tune.file() {
         let job = tune::Job {
-            collectives,
-            sizes: sizes()?,
-            dtype: args.datatype.name().into(),
-            redop: args.op.name().into(),
+            sweep,
             iters: args.iters,
             warmup: args.warmup,
             check: args.check,
-            root: args.root as usize,
-            in_place: args.in_place,
             memories: Vec::new(),
             out: PathBuf::new(),
         };
         return args.tune.start(file, &args.ranks, job, log);
     }
     let job = if args.peer.is_wanted() {
-        worker::Job::Peer(args.peer.job(args.buffers, args.algo.clone())?)
+        worker::Job::Peer(args.peer.job(args.buffers)?)
     } else if args.explain {
         let by_lists =
             |op: &&Op| matches!(op, Op::AllGatherV | Op::ReduceScatterV | Op::AllToAllV | Op::Permute | Op::Group);
@@ -193,29 +193,14 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
             ))
             .into());
         }
-        worker::Job::Explain(explain::Job {
-            collectives,
-            sizes: sizes()?,
-            dtype: args.datatype.name().into(),
-            redop: args.op.name().into(),
-            root: args.root as usize,
-            in_place: args.in_place,
-            memory: args.buffers,
-            algo: args.algo.clone(),
-        })
+        worker::Job::Explain(explain::Job { sweep, memory: args.buffers })
     } else {
         worker::Job::Bench(Job {
-            collectives,
-            sizes: sizes()?,
-            dtype: args.datatype.name().into(),
-            redop: args.op.name().into(),
+            sweep,
             iters: args.iters,
             warmup: args.warmup,
             check: args.check,
-            root: args.root as usize,
-            in_place: args.in_place,
             memory: args.buffers,
-            algo: args.algo.clone(),
             report: args.report_to_json_file.clone(),
             plot: args.plot.clone(),
             peer_results: args.peer_results.clone(),
@@ -234,27 +219,17 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let paint = Paint::stdout();
     let progress = Progress::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
-    let dtype: DataType = job.dtype.parse()?;
-    let redop: ReduceOp = job.redop.parse()?;
-    let algorithm = job.algo.as_deref().map(str::parse::<Algorithm>).transpose().map_err(anyhow::Error::msg)?;
-    let mut m = worker::join(rank, n, |c| {
-        if algorithm.is_some() {
-            c.algorithm = algorithm;
-        }
-    })?;
+    let mut m = worker::join(rank, n)?;
 
     say(&format!(
-        "# wccl {}: {n} ranks on one server, {} buffers, {}, {} warm-up and {} timed calls a size; GB is 10^9 bytes",
-        env!("CARGO_PKG_VERSION"),
-        job.memory.name(),
-        if job.in_place { "in place" } else { "out of place" },
+        "# {}; {} warm-up and {} timed calls a size; GB is 10^9 bytes",
+        job.sweep.about(n, job.memory),
         job.warmup,
         job.iters
     ))?;
     let mut rows: Vec<Row> = Vec::new();
     let mut wrong = 0;
-    for name in &job.collectives {
-        let op = collective::parse(name).map_err(anyhow::Error::msg)?;
+    for (op, cases) in job.sweep.cases(n)? {
         say("#")?;
         say(&paint.bold(&format!("# {}", op.name())))?;
         say(&paint.bold(&format!(
@@ -265,21 +240,6 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             "#{:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}",
             "(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)"
         )))?;
-        anyhow::ensure!(
-            op != Op::Group || job.memory == Memory::Hbm,
-            "group moves tensors in device memory only; leave out --buffers host, or use alltoall"
-        );
-        let sizes = if op == Op::Barrier { &[0][..] } else { &job.sizes[..] };
-        let cases: Vec<Case> = sizes
-            .iter()
-            .map(|bytes| {
-                let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
-                case.root = job.root;
-                case.in_place = job.in_place && collective::has_in_place(op);
-                case.seed = *bytes;
-                case
-            })
-            .collect();
         let largest = cases.iter().map(|c| c.bytes(n)).max().unwrap_or(0);
         progress.phase(&format!("{}: getting memory", op.name()));
         let mut buffers = Buffers::new(&m.comm, job.memory, largest)?;
@@ -307,7 +267,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                 " {:>12}{:>13}{:>8}{:>7}{:>6}{:>11}{:>9}{:>9}{pad}{shown}",
                 bytes,
                 case.count,
-                dtype.name(),
+                case.dtype.name(),
                 case.redop_name(),
                 case.root_number(),
                 number(times.mean),
@@ -318,7 +278,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                 collective: op.name(),
                 bytes,
                 count: case.count,
-                datatype: dtype.name(),
+                datatype: case.dtype.name(),
                 redop: case.redop_name(),
                 root: case.root_number(),
                 in_place: case.in_place,
@@ -371,11 +331,8 @@ fn draw(path: &Path, job: &Job, n: usize, rows: &[Row]) -> anyhow::Result<()> {
         }
     }
     let about = format!(
-        "wccl {}, {n} ranks on one server, {} buffers, {}, {}; {} timed calls a size, the slowest rank's median. GB is 10^9 bytes.{}",
-        env!("CARGO_PKG_VERSION"),
-        job.memory.name(),
-        job.dtype,
-        if job.in_place { "in place" } else { "out of place" },
+        "{}; {} timed calls a size, the slowest rank's median. GB is 10^9 bytes.{}",
+        job.sweep.about(n, job.memory),
         job.iters,
         if job.peer_results.is_empty() {
             ""

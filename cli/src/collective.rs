@@ -61,11 +61,11 @@ pub fn has_root(op: Op) -> bool {
 
 /// Whether input and output can be the same memory.
 pub fn has_in_place(op: Op) -> bool {
-    !matches!(op, Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group)
+    !matches!(op, Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group | Op::Barrier)
 }
 
 /// Whether the larger buffer holds a block for each rank.
-fn is_blocked(op: Op) -> bool {
+pub fn is_blocked(op: Op) -> bool {
     matches!(
         op,
         Op::AllGather

@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{Communicator, RuntimeConfig};
+use host_runtime::nrt::Communicator;
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
@@ -37,7 +37,7 @@ const EXAMPLES: &str = "\
 Examples:
   wccl demo                 Four ranks
   wccl demo --ranks 16      More ranks than cores work as well
-  WCCL_ALGO=ring wccl demo  Every collective that can, on the rings the plugin planned
+  wccl demo --algo ring     Every collective that can, on the rings the plugin planned
 
 Exit code: 0 if every element was right, else 1.";
 
@@ -71,7 +71,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let paint = Paint::stdout();
     let progress = Progress::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
-    let mut m = worker::join(rank, n, |_: &mut RuntimeConfig| {})?;
+    let mut m = worker::join(rank, n)?;
     if first {
         for line in introduction(&m)? {
             progress.print(&line)?;

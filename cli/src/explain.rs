@@ -8,34 +8,22 @@ use std::process::ExitCode;
 
 use host_runtime::enc::table::{Decision, Policy, Why};
 use host_runtime::enc::{self, Algorithm, Call};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{At, Place, Schedule, Step};
 use serde::{Deserialize, Serialize};
 
-use crate::collective::{self, Case, Memory};
+use crate::collective::{Case, Memory};
+use crate::sweep::Sweep;
 use crate::term::Progress;
 use crate::{size, worker};
 
 /// What a rank needs to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Job {
-    /// Names of collectives.
-    pub collectives: Vec<String>,
-    /// Sizes, bytes of the larger of a rank's buffers.
-    pub sizes: Vec<u64>,
-    /// Element type.
-    pub dtype: String,
-    /// Reduction.
-    pub redop: String,
-    /// Root.
-    pub root: usize,
-    /// Input and output in the same memory.
-    pub in_place: bool,
+    /// What is explained.
+    pub sweep: Sweep,
     /// Where the buffers lie.
     pub memory: Memory,
-    /// Forced algorithm.
-    pub algo: Option<String>,
 }
 
 /// What one rank's schedule does; bytes.
@@ -192,14 +180,7 @@ fn listed(rings: &[Vec<usize>]) -> Vec<String> {
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let progress = Progress::start(first, "loading the plugin and joining the group");
-    let dtype: DataType = job.dtype.parse()?;
-    let redop: ReduceOp = job.redop.parse()?;
-    let algorithm = job.algo.as_deref().map(str::parse::<Algorithm>).transpose().map_err(anyhow::Error::msg)?;
-    let mut m = worker::join(rank, n, |c| {
-        if algorithm.is_some() {
-            c.algorithm = algorithm;
-        }
-    })?;
+    let mut m = worker::join(rank, n)?;
     if !first {
         // Nobody leaves before rank 0 is done: it would be reported as a rank that went.
         m.comm.barrier()?;
@@ -208,12 +189,8 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let policy = m.runtime.config().policy();
     let rings = m.comm.rings();
     progress.print(&format!(
-        "# wccl {}: {n} ranks on one server, {} buffers, {}, {}; numbers are of the busiest rank; bytes are counted once \
-         read and once written",
-        env!("CARGO_PKG_VERSION"),
-        job.memory.name(),
-        dtype.name(),
-        if job.in_place { "in place" } else { "out of place" },
+        "# {}; numbers are of the busiest rank; bytes are counted once read and once written",
+        job.sweep.about(n, job.memory)
     ))?;
     for line in listed(rings) {
         progress.print(&line)?;
@@ -226,21 +203,17 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         ))?,
         None => progress.print("# table: none, the built-in rule decides")?,
     }
-    for name in &job.collectives {
-        let op = collective::parse(name).map_err(anyhow::Error::msg)?;
+    for (op, cases) in job.sweep.cases(n)? {
         progress.print(&format!("#\n# {}", op.name()))?;
         progress.print(&format!(
             "#{:>12}{:>13} {:<10}{:>6}{:>9}{:>7}{:>7}{:>13}{:>13}{:>13}  why",
             "size", "count", "algorithm", "rings", "piece", "steps", "waits", "from peers", "to peers", "moved"
         ))?;
-        for bytes in if op == Op::Barrier { &[0][..] } else { &job.sizes[..] } {
-            let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
-            case.root = job.root;
-            case.in_place = job.in_place && collective::has_in_place(op);
-            let decision = policy.decide(&call(&case, job.memory, 0, n), n);
+        for case in &cases {
+            let decision = policy.decide(&call(case, job.memory, 0, n), n);
             let mut cost = Cost::default();
             for r in 0..n {
-                let schedule = enc::compile(&call(&case, job.memory, r, n), r, n, decision.algorithm, rings)?;
+                let schedule = enc::compile(&call(case, job.memory, r, n), r, n, decision.algorithm, rings)?;
                 cost = cost.max(Cost::of(&schedule, r));
             }
             let used = enc::rings_used(decision.algorithm, rings);
@@ -266,6 +239,8 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 
 #[cfg(test)]
 mod tests {
+    use host_runtime::{DataType, ReduceOp};
+
     use super::*;
 
     fn cost(op: Op, bytes: u64, algorithm: Algorithm, memory: Memory, rank: usize, n: usize) -> Cost {

@@ -28,6 +28,8 @@ pub struct Args {}
 pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     let paint = Paint::stdout();
     let config = RuntimeConfig::from_env()?;
+    // A runtime that is open has raised the limit of descriptors.
+    let limits = hw_bridge::exhausted::limits();
     let runtime = Runtime::open(config)?;
     let (config, device) = (runtime.config(), &runtime.tenant().device);
     let mut lines = Vec::new();
@@ -48,13 +50,7 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
         vec![
             (
                 "family",
-                format!(
-                    "{}.{} ({}, revision {})",
-                    info.family.name(),
-                    info.size.name(),
-                    info.arch_name,
-                    info.device_revision
-                ),
+                format!("{} ({}, revision {})", term::instance_type(device), info.arch_name, info.device_revision),
             ),
             (
                 "devices",
@@ -102,7 +98,9 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     rows.push(("deadline of a call", format!("{:?}", config.timeout)));
     head("Collectives plugin", rows);
 
-    head("This machine", vec![("cores", cores()), ("features for reductions", features())]);
+    let mut rows = vec![("cores", cores()), ("features for reductions", features())];
+    rows.extend(limits);
+    head("This machine", rows);
 
     let l: &Limits = &config.limits;
     head(

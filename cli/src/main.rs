@@ -10,6 +10,7 @@
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
 //! | `collective` | names, shapes, buffers and calls of the collectives |
 //! | `reference` | known inputs and the results that must come out, computed without the runtime |
+//! | `sweep` | the collectives and sizes that a table goes through |
 //! | `measure` | timing of back-to-back calls, bandwidths |
 //! | `size`, `term` | sizes as users write them; terminal output |
 //!
@@ -29,6 +30,7 @@ mod plugin;
 mod reference;
 mod run;
 mod size;
+mod sweep;
 mod term;
 mod top;
 mod tune;

@@ -9,7 +9,7 @@ use host_runtime::error::Error;
 use host_runtime::nrt::Communicator;
 use hw_bridge::peers::Op;
 
-use crate::collective::{Buffers, Case};
+use crate::collective::{self, Buffers, Case};
 use crate::worker;
 
 /// Times of one call in microseconds, each the slowest rank's.
@@ -61,17 +61,9 @@ pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
     let alg = bytes as f64 / us / 1e3;
     let factor = match op {
         Op::AllReduce => 2.0 * (n - 1.0) / n,
-        Op::AllGather
-        | Op::ReduceScatter
-        | Op::AllToAll
-        | Op::AllGatherV
-        | Op::ReduceScatterV
-        | Op::AllToAllV
-        | Op::Gather
-        | Op::Scatter
-        | Op::Group => (n - 1.0) / n,
-        Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Permute => 1.0,
         Op::Barrier => 0.0,
+        _ if collective::is_blocked(op) => (n - 1.0) / n,
+        _ => 1.0,
     };
     (alg, alg * factor)
 }
@@ -104,6 +96,7 @@ mod tests {
         assert_eq!(bw(Op::AllReduce, 4), (1.0, 1.5));
         assert_eq!(bw(Op::AllGather, 4), (1.0, 0.75));
         assert_eq!(bw(Op::Broadcast, 4), (1.0, 1.0));
+        assert_eq!(bw(Op::Barrier, 4), (1.0, 0.0));
         assert_eq!(bw(Op::AllReduce, 1), (1.0, 0.0));
         assert_eq!(bandwidth(Op::AllReduce, 8, 2, 0.0), (0.0, 0.0));
     }

@@ -7,7 +7,6 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use host_runtime::enc::Algorithm;
 use host_runtime::nrt::Communicator;
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
@@ -60,7 +59,6 @@ pub struct Job {
     min_iters: u64,
     max_iters: u64,
     memory: Memory,
-    algo: Option<String>,
 }
 
 #[derive(Serialize)]
@@ -85,7 +83,7 @@ impl Args {
     ///
     /// # Errors
     /// [`Usage`] for values that make no sense.
-    pub fn job(&self, memory: Memory, algo: Option<String>) -> Result<Job, Usage> {
+    pub fn job(&self, memory: Memory) -> Result<Job, Usage> {
         if !(self.budget_ms.is_finite() && self.budget_ms >= 0.0) {
             return Err(Usage(format!("--budget-ms {} is not a time", self.budget_ms)));
         }
@@ -105,7 +103,6 @@ impl Args {
             min_iters: self.min_iters,
             max_iters: self.max_iters,
             memory,
-            algo,
         })
     }
 }
@@ -121,12 +118,7 @@ fn name(op: Op) -> Option<&'static str> {
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let progress = Progress::start(first, "loading the plugin and joining the group");
-    let algorithm = job.algo.as_deref().map(str::parse::<Algorithm>).transpose().map_err(anyhow::Error::msg)?;
-    let mut m = worker::join(rank, n, |c| {
-        if algorithm.is_some() {
-            c.algorithm = algorithm;
-        }
-    })?;
+    let mut m = worker::join(rank, n)?;
     let case = |op, bytes: u64| {
         // Every rank moves one float at least.
         let mut case = Case::of_bytes(op, DataType::Fp32, ReduceOp::Sum, bytes.max(1), n);

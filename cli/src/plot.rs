@@ -6,7 +6,7 @@
 //!
 //! One panel a collective if there is something to compare it with, else one panel for all of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -112,38 +112,46 @@ impl Others {
             }
             let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
             let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-            let added = all.add(&text, &stem, ranks).with_context(|| format!("{name} cannot be used"))?;
-            if added == 0 {
-                bail!("{name} holds no results for {ranks} ranks; measure with another -r, or leave the file out");
+            let (drawn, held) = all.add(&text, &stem, ranks).with_context(|| format!("{name} cannot be used"))?;
+            let list = || held.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+            match drawn {
+                0 if held.is_empty() => bail!("{name} holds no results"),
+                0 if held.contains(&(ranks as u64)) => {
+                    bail!("{name} holds no result for {ranks} ranks with a collective, a size and a bandwidth to draw")
+                }
+                0 => bail!("{name} holds no results for {ranks} ranks; it has some for {}: choose by -r", list()),
+                _ => {}
             }
         }
         Ok(all)
     }
 
-    /// Adds the results of one file; answers how many.
-    fn add(&mut self, text: &str, stem: &str, ranks: usize) -> anyhow::Result<usize> {
-        match serde_json::from_str::<Document>(text) {
-            Ok(Document::Comparison { rows }) => Ok(rows.iter().filter(|r| self.line(r, ranks)).count()),
+    /// Adds the results of one file; answers how many, and the numbers of ranks that the file has results for.
+    fn add(&mut self, text: &str, stem: &str, ranks: usize) -> anyhow::Result<(usize, BTreeSet<u64>)> {
+        let rows = match serde_json::from_str::<Document>(text) {
+            Ok(Document::Comparison { rows }) => rows,
             Ok(Document::Report(r)) => {
                 let wanted = r.ranks == ranks as u64;
                 let name = format!("{stem} ({})", r.buffers);
-                Ok(r.results.iter().filter(|row| wanted && self.report_row(row, &name)).count())
+                let drawn = r.results.iter().filter(|row| wanted && self.report_row(row, &name)).count();
+                return Ok((drawn, r.results.iter().map(|_| r.ranks).collect()));
             }
             Err(_) => {
-                let mut added = 0;
+                let mut rows = Vec::new();
                 for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
-                    let row = serde_json::from_str::<Line>(line).with_context(|| {
+                    rows.push(serde_json::from_str::<Line>(line).with_context(|| {
                         format!(
                             "line {}: a JSON object like {{\"peer\", \"coll\", \"ranks\", \"bytes\", \"busbw_GBs\"}} is expected, \
                              or one document with \"rows\" or \"results\"",
                             i + 1
                         )
-                    })?;
-                    added += usize::from(self.line(&row, ranks));
+                    })?);
                 }
-                Ok(added)
+                rows
             }
-        }
+        };
+        let held = rows.iter().filter_map(|r| r.ranks.or(r.threads)).collect();
+        Ok((rows.iter().filter(|r| self.line(r, ranks)).count(), held))
     }
 
     fn line(&mut self, row: &Line, ranks: usize) -> bool {
@@ -211,6 +219,20 @@ pub fn panels(own: &str, measured: Vec<(Op, Vec<(u64, f64)>)>, others: &Others) 
         Panel { title: op.name().into(), series }
     };
     measured.iter().map(panel).collect()
+}
+
+/// Whether results can be written there: asked before anything is measured.
+///
+/// # Errors
+/// Those of the system, with the name of the file.
+pub fn can_write(path: &Path) -> anyhow::Result<()> {
+    let tried = match std::fs::metadata(path) {
+        Ok(m) if m.is_file() || m.is_dir() => std::fs::File::options().append(true).open(path).map(drop),
+        // A pipe or a device: its reader would take the attempt for the results.
+        Ok(_) => Ok(()),
+        Err(_) => std::fs::File::create_new(path).and_then(|_| std::fs::remove_file(path)),
+    };
+    tried.with_context(|| format!("writing {}", path.display()))
 }
 
 /// Writes a file so that whoever reads it sees the old one or the new one, whole.
@@ -573,7 +595,7 @@ mod tests {
 
     fn others(text: &str, ranks: usize) -> Others {
         let mut o = Others::default();
-        assert!(o.add(text, "stem", ranks).unwrap() > 0);
+        assert!(o.add(text, "stem", ranks).unwrap().0 > 0);
         o
     }
 
@@ -587,7 +609,7 @@ mod tests {
         assert_eq!(limit, (Kind::Limit, "limit: allreduce_touch", &[(1024, 1.536)][..]));
         assert!(lines.iter().any(|l| l.name == "a" && l.points == [(1024, 2.5)]));
         assert_eq!(o.of(Op::AllGather).count(), 0);
-        assert_eq!(Others::default().add(&comparison(), "stem", 3).unwrap(), 0);
+        assert_eq!(Others::default().add(&comparison(), "stem", 3).unwrap(), (0, [2, 4].into()));
     }
 
     #[test]

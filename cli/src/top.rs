@@ -9,9 +9,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hw_bridge::flight::{self, Counters, Record, State};
-use hw_bridge::limits::LANES;
-use hw_bridge::peers::{CONTROL_NAME, Control, RankState, is_stopped};
+use hw_bridge::flight::{Counters, Record, State};
+use hw_bridge::peers::{CONTROL_NAME, Control, is_stopped};
 use hw_bridge::segment::Segment;
 use rustix::fs::{Mode, OFlags};
 
@@ -43,7 +42,7 @@ pub struct Args {
     #[arg(long)]
     once: bool,
     /// Seconds between two looks
-    #[arg(short, long, value_name = "S", default_value_t = 1.0)]
+    #[arg(short, long, value_name = "S", default_value_t = 1.0, allow_negative_numbers = true)]
     interval: f64,
     /// Ranks of this process only
     #[arg(long, value_name = "PID")]
@@ -100,24 +99,8 @@ fn view(file: OwnedFd, pid: u32) -> Option<Seen> {
 }
 
 impl Seen {
-    fn counters(&self) -> Counters {
-        (0..LANES).fold(Counters::default(), |sum, l| sum + self.control.lane(l).tally().read())
-    }
-
-    fn records(&self) -> Vec<(usize, Record)> {
-        let now = flight::now();
-        let of = |l: usize| self.control.lane(l).flight().read(self.control.epoch(), now);
-        (0..LANES).flat_map(|l| of(l).into_iter().map(move |r| (l, r))).collect()
-    }
-
     fn state(&self) -> String {
-        match self.control.state() {
-            (RankState::Alive, _) if self.stopped => "process stopped".into(),
-            (RankState::Alive, _) => "alive".into(),
-            (RankState::Closed, _) => "closed".into(),
-            (RankState::Aborted, why) => format!("aborted: {why}"),
-            (RankState::Failed, why) => format!("failed: {why}"),
-        }
+        if self.stopped && self.control.alive() { "process stopped".into() } else { self.control.standing() }
     }
 
     /// What it is doing, or did last.
@@ -154,11 +137,11 @@ fn table(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, args: &Args,
         "pid", "comm", "rank", "ops", "ops/s", "copied", "reduced", "waits/s", "calls", "doing"
     ))];
     for (inode, s) in rows {
-        let (now, records) = (s.counters(), s.records());
+        let (now, records) = (s.control.counters(), s.control.records());
         let was = before.get(inode).copied().unwrap_or(now);
         let (rank, n) = s.control.who();
         let gb = |now, was| rate(now, was, seconds) / 1e9;
-        let alive = !s.stopped && matches!(s.control.state().0, RankState::Alive);
+        let alive = !s.stopped && s.control.alive();
         let doing = if alive { s.doing(&records) } else { format!("{}; {}", s.state(), s.doing(&records)) };
         let line = format!(
             "{:>8} {:>5} {:>9} {:>11} {:>10.0} {:>8.2} {:>8.2} {:>9.0} {:>7}  {doing}",
@@ -214,7 +197,7 @@ struct JsonRecord {
 
 fn json(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, with_flight: bool) -> anyhow::Result<Vec<String>> {
     let line = |(inode, s): (&u64, &Seen)| -> anyhow::Result<String> {
-        let (now, records) = (s.counters(), s.records());
+        let (now, records) = (s.control.counters(), s.control.records());
         let was = before.get(inode).copied().unwrap_or(now);
         let (rank, ranks) = s.control.who();
         let record = |(lane, r): &(usize, Record)| JsonRecord {
@@ -259,7 +242,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         interval.ok_or_else(|| Usage(format!("--interval {}: at least 0.05 seconds are expected", args.interval)))?;
     let paint = Paint::stdout();
     // Rates need two looks; a single look takes its first one a moment before.
-    let mut before: Before = find(args.pid).iter().map(|(i, s)| (*i, s.counters())).collect();
+    let mut before: Before = find(args.pid).iter().map(|(i, s)| (*i, s.control.counters())).collect();
     let mut since = Instant::now();
     loop {
         std::thread::sleep(if args.once { Duration::from_millis(200) } else { interval });
@@ -287,6 +270,6 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         if args.once {
             return Ok(if seen.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS });
         }
-        before = seen.iter().map(|(i, s)| (*i, s.counters())).collect();
+        before = seen.iter().map(|(i, s)| (*i, s.control.counters())).collect();
     }
 }

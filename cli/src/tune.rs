@@ -13,13 +13,14 @@ use std::process::ExitCode;
 use anyhow::Context;
 use host_runtime::enc::Algorithm;
 use host_runtime::enc::table::{Memory as Where, Policy, Row, Table, candidates};
-use host_runtime::{DataType, ReduceOp};
+use host_runtime::nrt::RuntimeConfig;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
 
-use crate::collective::{self, Buffers, Case, Memory};
+use crate::collective::{Buffers, Case, Memory};
 use crate::measure::{self, number};
+use crate::sweep::Sweep;
 use crate::term::{self, Progress};
 use crate::worker::{self, Ranks};
 use crate::{Usage, explain, plot, size};
@@ -48,24 +49,14 @@ pub struct Args {
 /// What a rank needs to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Job {
-    /// Names of collectives.
-    pub collectives: Vec<String>,
-    /// Sizes, bytes of the larger of a rank's buffers.
-    pub sizes: Vec<u64>,
-    /// Element type.
-    pub dtype: String,
-    /// Reduction.
-    pub redop: String,
+    /// What is measured.
+    pub sweep: Sweep,
     /// Timed calls of a turn.
     pub iters: u32,
     /// Calls before them.
     pub warmup: u32,
     /// Check every element first.
     pub check: bool,
-    /// Root.
-    pub root: usize,
-    /// Input and output in the same memory.
-    pub in_place: bool,
     /// Where the buffers lie; set by [`Args::start`].
     pub memories: Vec<Memory>,
     /// Where rank 0 writes its rows; set by [`Args::start`].
@@ -83,8 +74,8 @@ impl Args {
     /// # Errors
     /// [`Usage`] for nothing to choose; a rank failed; the table cannot be written.
     pub fn start(&self, file: &Path, ranks: &Ranks, mut job: Job, log: Option<&str>) -> anyhow::Result<ExitCode> {
-        if job.collectives.iter().all(|c| c == Op::Barrier.name()) {
-            return Err(Usage("--tune: a barrier has no algorithms to choose from".into()).into());
+        if job.sweep.collectives.iter().all(|name| !has_choice(name)) {
+            return Err(Usage("--tune: a barrier and a group have no algorithms to choose from".into()).into());
         }
         // Before anything is measured: a place that cannot be written is said now.
         let name = file.file_name().ok_or_else(|| Usage(format!("--tune {}: a file is expected", file.display())))?;
@@ -94,18 +85,19 @@ impl Args {
         if groups[0] < 2 {
             return Err(Usage("--tune: one rank alone has nothing to choose; use --ranks 2 or more".into()).into());
         }
-        if let Some(n) = groups.iter().find(|n| job.root as u64 >= **n) {
-            return Err(Usage(format!("--root {} is not one of {n} ranks", job.root)).into());
+        if let Some(n) = groups.iter().find(|n| job.sweep.root as u64 >= **n) {
+            return Err(Usage(format!("--root {} is not one of {n} ranks", job.sweep.root)).into());
         }
         job.memories = self.tune_buffers.clone();
         job.memories.dedup();
         let part = file.with_file_name(format!(".{}.{}.rows", name.to_string_lossy(), std::process::id()));
+        plot::can_write(file)?;
         plot::write_whole(&part, "")?;
         let _cleaned = Cleaned(&part);
         job.out = std::path::absolute(&part).with_context(|| format!("finding {}", part.display()))?;
         let mut rows = Vec::new();
         for n in groups {
-            let ranks = Ranks { ranks: n, plugin: ranks.plugin.clone() };
+            let ranks = Ranks { ranks: n, ..ranks.clone() };
             worker::launch(&ranks, &worker::Job::Tune(job.clone()), log)?;
             rows.extend_from_slice(Table::read(&part)?.rows());
         }
@@ -115,6 +107,11 @@ impl Args {
         term::print(said.trim_end())?;
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Whether there is something to tune.
+fn has_choice(collective: &str) -> bool {
+    collective != Op::Barrier.name() && collective != Op::Group.name()
 }
 
 /// Removes a file at the end.
@@ -168,32 +165,14 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let progress = Progress::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
-    let dtype: DataType = job.dtype.parse()?;
-    let redop: ReduceOp = job.redop.parse()?;
-    let mut m = worker::join(rank, n, |c| {
-        // What is measured is all algorithms, whatever the environment prefers.
-        (c.algorithm, c.one_hop_max, c.table) = (None, None, None);
-    })?;
+    // What is measured is all algorithms, whatever the environment prefers.
+    let config = RuntimeConfig { algorithm: None, one_hop_max: None, table: None, ..RuntimeConfig::from_env()? };
+    let mut m = worker::join_by(config, rank, n)?;
     let mut rows = Vec::new();
     for memory in &job.memories {
-        for name in &job.collectives {
-            let op = collective::parse(name).map_err(anyhow::Error::msg)?;
-            if op == Op::Barrier {
-                continue;
-            }
+        for (op, cases) in job.sweep.cases(n)?.into_iter().filter(|(op, _)| has_choice(op.name())) {
             say(&format!("#\n# {} of {n} ranks, {} buffers; microseconds, the best marked", op.name(), memory.name()))?;
-            let cases: Vec<Case> = job
-                .sizes
-                .iter()
-                .filter(|b| **b > 0)
-                .map(|bytes| {
-                    let mut case = Case::of_bytes(op, dtype, redop, *bytes, n);
-                    case.root = job.root;
-                    case.in_place = job.in_place && op != Op::SendRecv;
-                    case.seed = *bytes;
-                    case
-                })
-                .collect();
+            let cases: Vec<Case> = cases.into_iter().filter(|c| c.count > 0).collect();
             let largest = cases.iter().map(|c| c.bytes(n)).max().unwrap_or(0);
             let mut buffers = Buffers::new(&m.comm, *memory, largest)?;
             let mut points: Vec<Point> = Vec::new();

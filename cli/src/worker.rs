@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use host_runtime::enc::Algorithm;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
@@ -26,6 +27,10 @@ pub struct Ranks {
     /// The collectives plugin, if not the one built by `cargo xtask guests`
     #[arg(long, value_name = "FILE", env = "WCCL_PLUGIN")]
     pub plugin: Option<PathBuf>,
+    /// Algorithm to use wherever it serves, as WCCL_ALGO: one-hop, mesh, ring, staged, halving, tree, two-level;
+    /// default: by size
+    #[arg(long, value_name = "NAME")]
+    pub algo: Option<Algorithm>,
 }
 
 /// What a rank is to do. The launcher hands it to all ranks alike.
@@ -74,6 +79,9 @@ pub fn launch(ranks: &Ranks, job: &Job, log: Option<&str>) -> anyhow::Result<()>
     if let Some(plugin) = &ranks.plugin {
         vars.push(("WCCL_PLUGIN", plugin.clone().into_os_string()));
     }
+    if let Some(algorithm) = ranks.algo {
+        vars.push(("WCCL_ALGO", algorithm.name().into()));
+    }
     let args = vec!["__worker".into(), json.into()];
     Group { ranks: ranks.ranks as usize, program, args, vars, tag: false, stdin: false }.run()
 }
@@ -106,10 +114,16 @@ fn variable(name: &str) -> anyhow::Result<usize> {
 ///
 /// # Errors
 /// No plugin, one that does not load, or a bootstrap that fails.
-pub fn join(rank: usize, n: usize, adapt: impl FnOnce(&mut RuntimeConfig)) -> anyhow::Result<Member> {
+pub fn join(rank: usize, n: usize) -> anyhow::Result<Member> {
+    join_by(RuntimeConfig::from_env()?, rank, n)
+}
+
+/// The same with a configuration of one's own.
+///
+/// # Errors
+/// Those of [`join`].
+pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<Member> {
     let root = std::env::var("NEURON_RT_ROOT_COMM_ID").context("NEURON_RT_ROOT_COMM_ID is not set")?;
-    let mut config = RuntimeConfig::from_env()?;
-    adapt(&mut config);
     if config.plugin.is_none() {
         bail!(
             "there is no collectives plugin: build it by `cargo xtask guests`, or name one with --plugin or WCCL_PLUGIN"

@@ -1,44 +1,14 @@
 //! `wccl bench` as a user runs it: what it explains, measures, writes and draws. No speed is asserted.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+mod common;
 
-/// A directory that is removed with the test.
-struct Dir(PathBuf);
+use std::path::Path;
+use std::process::Output;
 
-impl Dir {
-    fn new(name: &str) -> Dir {
-        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Dir(path)
-    }
-
-    fn file(&self, name: &str, text: &str) -> PathBuf {
-        let path = self.0.join(name);
-        std::fs::write(&path, text).unwrap();
-        path
-    }
-
-    fn names(&self) -> Vec<String> {
-        let mut all: Vec<String> =
-            std::fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-        all.sort();
-        all
-    }
-}
-
-impl Drop for Dir {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
+use common::{Dir, has, said, wccl};
 
 fn bench(args: &[&str], vars: &[(&str, &Path)]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_wccl"));
-    for name in ["WCCL_ALGO", "WCCL_ONE_HOP_MAX", "WCCL_TUNE_FILE", "WCCL_LOG", "WCCL_PLUGIN"] {
-        command.env_remove(name);
-    }
-    command.arg("bench").args(args).envs(vars.iter().copied()).output().unwrap()
+    wccl().arg("bench").args(args).envs(vars.iter().copied()).output().unwrap()
 }
 
 /// Runs well; answers stdout.
@@ -79,7 +49,10 @@ const EXPLAINED: &str = concat!(
 
 #[test]
 fn explain_says_what_would_be_done() {
-    let said = good(&["--explain", "-r", "4", "-b", "8", "-e", "2M", "-f", "64", "allreduce", "barrier"], &[]);
+    // What only says how to measure may stay on the line.
+    let measured = ["-n", "3", "-w", "1", "-c", "0"];
+    let args = ["--explain", "-r", "4", "-b", "8", "-e", "2M", "-f", "64", "allreduce", "barrier"];
+    let said = good(&[&measured[..], &args].concat(), &[]);
     assert_eq!(said, EXPLAINED, "{said}");
 }
 
@@ -169,11 +142,50 @@ fn options_that_do_not_fit_together_are_wrong_usage() {
         &["--tune-ranks", "2"],
         &["--peer-results", "f"],
         &["--plot", "p", "--peer"],
-        &["--explain", "-n", "3"],
+        &["--tune", "t", "barrier", "group"],
+        &["--explain", "permute"],
+        &["--buffers", "host", "group"],
+        &["--algo", "fast"],
+        &["--tune", "t", "--in-place", "sendrecv"],
     ] {
         let (code, said) = fails(args, &[]);
         assert_eq!(code, Some(2), "{args:?}: {said}");
     }
+}
+
+/// A collective without an in-place form is refused, with those that have one, before anything is measured.
+#[test]
+fn in_place_is_refused_where_there_is_no_such_form() {
+    for (name, words) in [("permute", "permute"), ("sr", "send_recv"), ("a2av", "all_to_all_v"), ("barrier", "barrier")]
+    {
+        let out = bench(&["-r", "2", "--in-place", "allreduce", name], &[]);
+        assert_eq!((out.status.code(), &*out.stdout), (Some(2), &[][..]), "{name}");
+        let named = format!("--in-place: {words} has no in-place form");
+        has(&said(&out), &[&named, "those that have one: all_reduce, all_gather, ", "all_gather_v", "scatter"]);
+    }
+    let measured = good(&["-r", "2", "-b", "64", "-e", "64", "-n", "2", "--in-place", "allreduce", "gather"], &[]);
+    has(&measured, &["2 ranks on one server, hbm buffers, fp32, in place; ", "OK: 0 elements wrong"]);
+}
+
+/// A file that cannot be written is named before anything is measured, and trying leaves nothing.
+#[test]
+fn results_that_cannot_be_written_are_said_first() {
+    let dir = Dir::new("unwritable");
+    let kept = dir.file("kept.json", "earlier");
+    let (folder, lost) = (dir.0.clone(), dir.0.join("no-such-directory/file"));
+    for option in ["--report-to-json-file", "--plot", "--tune"] {
+        for file in [&folder, &lost] {
+            let file = file.to_str().unwrap();
+            let out = bench(&["-r", "2", "-b", "8", "-e", "8", option, file], &[]);
+            assert_eq!((out.status.code(), &*out.stdout), (Some(1), &[][..]), "{option} {file}");
+            has(&said(&out), &[&format!("writing {file}: ")]);
+        }
+    }
+    // An attempt that fails for another reason does not touch what is there.
+    let (report, page) = (kept.to_str().unwrap(), dir.0.join("new.html"));
+    fails(&["-r", "2", "--report-to-json-file", report, "--plot", page.to_str().unwrap(), "--plugin", "none"], &[]);
+    assert_eq!(std::fs::read_to_string(&kept).unwrap(), "earlier");
+    assert_eq!(dir.names(), ["kept.json"]);
 }
 
 #[test]
@@ -215,5 +227,19 @@ fn a_plot_is_one_page_beside_others() {
     let missing = run("2", &["--plot", page.to_str().unwrap(), "--peer-results", "no-such-file"]);
     assert!(String::from_utf8_lossy(&missing.stderr).contains("no-such-file") && missing.stdout.is_empty());
     let other = run("3", &["--plot", page.to_str().unwrap(), "--peer-results", others.to_str().unwrap()]);
-    assert!(String::from_utf8_lossy(&other.stderr).contains("no results for 3 ranks"));
+    has(&said(&other), &["no results for 3 ranks; it has some for 2: choose by -r"]);
+    for (text, words) in [
+        ("", "holds no results"),
+        ("{\"peer\":\"p\"}", "holds no results"),
+        (
+            "{\"peer\":\"p\",\"coll\":\"?\",\"ranks\":2,\"bytes\":8}",
+            "holds no result for 2 ranks with a collective, a size",
+        ),
+        ("nonsense", "line 1: a JSON object like"),
+    ] {
+        let file = dir.file("broken.json", text);
+        let out = run("2", &["--plot", page.to_str().unwrap(), "--peer-results", file.to_str().unwrap()]);
+        assert_eq!((out.status.code(), &*out.stdout), (Some(1), &[][..]), "{text}");
+        has(&said(&out), &["broken.json", words]);
+    }
 }

@@ -1,8 +1,14 @@
 //! The program `wccl` as a launcher, when something goes wrong: one rank fails, and the group ends at once with its name and
 //! its reason. docs/faults.md lists what is asserted here.
 
-use std::process::{Command, Output};
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+use common::{has, said, wccl};
 
 /// What the launcher may take on a loaded machine; the ranks that are to be ended would sleep far longer.
 const SOON: Duration = Duration::from_secs(30);
@@ -10,20 +16,14 @@ const SOON: Duration = Duration::from_secs(30);
 /// Runs `script` once per rank by `wccl run`.
 fn ranks(n: usize, script: &str) -> (Output, String) {
     let begun = Instant::now();
-    let out = Command::new(env!("CARGO_BIN_EXE_wccl"))
+    let out = wccl()
         .args(["run", "-r", &n.to_string(), "--tag", "--", "sh", "-c", script, env!("CARGO_BIN_EXE_wccl")])
         .env("CCOM_SOCKET_IFNAME", "lo")
         .output()
         .unwrap();
     assert!(begun.elapsed() < SOON, "the group took {:?} to end", begun.elapsed());
-    let said = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-    (out, said)
-}
-
-fn has(text: &str, words: &[&str]) {
-    for w in words {
-        assert!(text.contains(w), "`{w}` is not in: {text}");
-    }
+    let text = said(&out);
+    (out, text)
 }
 
 /// A plugin that does not load on one rank ends the group at once: the reason, the plugin, the rank.
@@ -58,15 +58,49 @@ fn a_stopped_rank_is_ended_with_the_others() {
 /// A whole run of the demo under a deadline: what a user of the program sees of a mistake in the environment.
 #[test]
 fn an_interface_that_does_not_exist_ends_a_demo_with_the_reason() {
-    let out = Command::new(env!("CARGO_BIN_EXE_wccl"))
-        .args(["demo", "-r", "2"])
-        .env("CCOM_SOCKET_IFNAME", "eth9")
-        .output()
-        .unwrap();
-    let said = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-    assert_eq!(out.status.code(), Some(1), "{said}");
+    let out = wccl().args(["demo", "-r", "2"]).env("CCOM_SOCKET_IFNAME", "eth9").output().unwrap();
+    assert_eq!(out.status.code(), Some(1), "{}", said(&out));
     has(
-        &said,
+        &said(&out),
         &["No usable listening interface found", "lo (127.0.0.1)", "CCOM_SOCKET_IFNAME=eth9 matches none of them"],
     );
+}
+
+#[test]
+fn a_program_that_does_not_start_is_named() {
+    for (program, words) in [("./no-such-program", "No such file"), ("/etc", "Permission denied")] {
+        let out = wccl().args(["run", "-r", "2", "--", program]).output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{}", said(&out));
+        has(&said(&out), &[&format!("starting {program} as rank 0: {words}")]);
+    }
+    let out = wccl().args(["run", "-r", "2"]).output().unwrap();
+    assert_eq!(out.status.code(), Some(2), "{}", said(&out));
+}
+
+/// Ranks that hang end with the launcher, also when nobody but the launcher hears of it.
+#[test]
+fn ranks_that_hang_end_when_the_launcher_is_interrupted() {
+    for signal in ["INT", "KILL"] {
+        let mut launcher = wccl()
+            .args(["run", "-r", "2", "--", "sh", "-c", "echo $$; exec sleep 600"])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(launcher.stdout.take().unwrap()).lines();
+        let pids: Vec<String> = lines.take(2).map(Result::unwrap).collect();
+        let id = launcher.id().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &id]).status().unwrap().success());
+        let status = launcher.wait().unwrap();
+        assert_eq!(status.signal(), Some(if signal == "INT" { 2 } else { 9 }), "{status}");
+        // Whoever adopts them may not have waited for them yet.
+        let runs = |pid: &String| {
+            let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            state.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
+        };
+        let begun = Instant::now();
+        while pids.iter().any(runs) {
+            assert!(begun.elapsed() < SOON, "{pids:?} still run after {signal}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
 }

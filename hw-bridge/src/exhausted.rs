@@ -38,7 +38,7 @@ pub fn limit_of_threads(e: &std::io::Error) -> String {
         Some(EAGAIN) => {
             let own = value(getrlimit(Resource::Nproc).current);
             let mut text = format!("; RLIMIT_NPROC (threads and processes of this user) is {own}");
-            if let Some(pids) = pids_max() {
+            if let Some(pids) = group_limit("pids.max") {
                 text += &format!(", the container's pids.max is {pids}");
             }
             if let Some(bytes) = getrlimit(Resource::As).current {
@@ -50,12 +50,50 @@ pub fn limit_of_threads(e: &std::io::Error) -> String {
     }
 }
 
-/// `pids.max` of this process's control group, where it is one of the second kind and has a limit.
-fn pids_max() -> Option<u64> {
+/// A limit of this process's control group, where the group is one of the second kind and has that limit.
+fn group_limit(file: &str) -> Option<u64> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let path = groups.lines().find_map(|l| l.strip_prefix("0::"))?;
-    let file = format!("/sys/fs/cgroup{}/pids.max", path.trim_end_matches('/'));
+    let file = format!("/sys/fs/cgroup{}/{file}", path.trim_end_matches('/'));
     std::fs::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+/// What this process may use of the machine: the name of what, and how much, with the limit that says so.
+pub fn limits() -> [(&'static str, String); 4] {
+    let (memory, swap) = machine_memory();
+    let nofile = getrlimit(Resource::Nofile);
+    let of = |resource| value(getrlimit(resource).current);
+    [
+        (
+            "shared memory",
+            format!(
+                "memory of the machine: {memory} bytes and {swap} of swap; the container's memory.max is {}; a file at most \
+                 (RLIMIT_FSIZE) {}; not of /dev/shm, not locked",
+                value(group_limit("memory.max")),
+                of(Resource::Fsize)
+            ),
+        ),
+        ("address space", format!("{} (RLIMIT_AS)", of(Resource::As))),
+        (
+            "file descriptors",
+            format!("{} (RLIMIT_NOFILE), hard limit {}", value(nofile.current), value(nofile.maximum)),
+        ),
+        (
+            "threads and processes",
+            format!(
+                "{} of this user (RLIMIT_NPROC), the container's pids.max is {}",
+                of(Resource::Nproc),
+                value(group_limit("pids.max"))
+            ),
+        ),
+    ]
+}
+
+/// Bytes of the machine's memory and of its swap space.
+fn machine_memory() -> (u64, u64) {
+    let info = rustix::system::sysinfo();
+    let unit = u64::from(info.mem_unit);
+    (info.totalram as u64 * unit, info.totalswap as u64 * unit)
 }
 
 fn descriptors() -> String {

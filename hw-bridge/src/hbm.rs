@@ -22,7 +22,7 @@ pub struct Hbm {
 pub enum HbmError {
     /// The arena has no gap of that size.
     #[error(
-        "device memory is full: {wanted} bytes wanted, largest free piece {largest}, {used} of {capacity} bytes in use; free tensors or open the runtime with more HBM per core"
+        "device memory is full: {wanted} bytes wanted, largest free piece {largest}, {used} of {capacity} bytes in use; free tensors, or give the runtime more for each core (WCCL_HBM_BYTES)"
     )]
     Full {
         /// Bytes asked for.

@@ -150,11 +150,6 @@ impl LinkServer {
         token.copy_from_slice(&ipc[..32]);
         lock(&self.grants).remove(&token);
     }
-
-    /// Grants open now.
-    pub fn grants(&self) -> usize {
-        lock(&self.grants).len()
-    }
 }
 
 impl Drop for LinkServer {
@@ -473,7 +468,7 @@ mod tests {
         assert!(connect(&ipc, 8, None, soon()).unwrap_err().to_string().contains("another tenant"));
         server.revoke(&ipc);
         assert!(connect(&ipc, 7, None, soon()).is_err());
-        assert_eq!(server.grants(), 0);
+        assert_eq!(lock(&server.grants).len(), 0);
         drop(server);
         assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Gone(_))));
     }

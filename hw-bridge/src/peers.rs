@@ -22,11 +22,12 @@
 //!
 //! What a peer writes is an allegation: headers are compared, offsets checked against the mapping, texts cleaned.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
 use crate::dtype::{DataType, ReduceOp};
-use crate::flight::{self, Flight, Tally};
+use crate::flight::{self, Counters, Flight, Tally};
 use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
@@ -256,7 +257,7 @@ struct Line<T>(T);
 
 #[repr(C)]
 struct Block {
-    ident: Line<[AtomicU64; 8]>,
+    ident: Line<[AtomicU64; 9]>,
     state: Line<StateLine>,
 }
 
@@ -274,6 +275,8 @@ mod ident {
     pub const CLOCK_NS: usize = 5;
     pub const TICKS: usize = 6;
     pub const COMPONENT_CALLS: usize = 7;
+    /// Bits of the lanes that have memory.
+    pub const COMMITTED: usize = 8;
 }
 
 /// The first page of a lane.
@@ -311,6 +314,8 @@ const _: () = assert!(size_of::<LaneHead>() <= FLIGHT_AT && LANE_BYTES % 4096 ==
 pub struct Control {
     segment: Arc<Segment>,
     left: AtomicBool,
+    /// The owner's process, where it is a linked peer's and the kernel gave a descriptor of it.
+    owner: Option<OwnedFd>,
 }
 
 /// One lane of a control segment.
@@ -324,7 +329,7 @@ impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
         let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
-        let c = Control { segment, left: AtomicBool::new(false) };
+        let c = Control { segment, left: AtomicBool::new(false), owner: None };
         c.commit(0)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
@@ -357,7 +362,7 @@ impl Control {
                 segment.len()
             )));
         }
-        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true) };
+        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None };
         let magic = c.block().ident.0[ident::MAGIC].load(Ordering::Acquire);
         if magic != MAGIC {
             return Err(SegmentError::Foreign(format!("its control block has magic {magic:#x}")));
@@ -434,7 +439,9 @@ impl Control {
     pub fn commit(&self, lane: usize) -> Result<(), SegmentError> {
         let at = if lane == 0 { 0 } else { BLOCK_BYTES + lane * LANE_BYTES };
         let end = BLOCK_BYTES + lane * LANE_BYTES + STAGE_AT;
-        self.segment.commit(at as u64, (end - at) as u64)
+        self.segment.commit(at as u64, (end - at) as u64)?;
+        self.block().ident.0[ident::COMMITTED].fetch_or(1 << lane, Ordering::Release);
+        Ok(())
     }
 
     /// Allocates a lane's staging pages, before its first private buffer.
@@ -461,6 +468,45 @@ impl Control {
         let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
         let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
         (state, text)
+    }
+
+    /// The state in words: `alive`, `closed`, `aborted: REASON`, `failed: REASON`, or `process ended` for a rank that did not
+    /// get to say more.
+    pub fn standing(&self) -> String {
+        match self.state() {
+            (RankState::Alive, _) if self.owner_ended() => "process ended".into(),
+            (RankState::Alive, _) => "alive".into(),
+            (RankState::Closed, _) => "closed".into(),
+            (RankState::Aborted, why) => format!("aborted: {why}"),
+            (RankState::Failed, why) => format!("failed: {why}"),
+        }
+    }
+
+    /// Whether the owner's process has ended; `false` where that cannot be known.
+    fn owner_ended(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let Some(fd) = &self.owner else { return false };
+        let mut fds = [PollFd::new(fd, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        matches!(poll(&mut fds, Some(&now)), Ok(1))
+    }
+
+    /// The lanes that have memory. To look at another would allocate it, and is fatal where there is none.
+    fn committed(&self) -> impl Iterator<Item = usize> {
+        let bits = self.block().ident.0[ident::COMMITTED].load(Ordering::Acquire);
+        (0..LANES).filter(move |l| bits >> l & 1 == 1)
+    }
+
+    /// What the rank has counted, all lanes together.
+    pub fn counters(&self) -> Counters {
+        self.committed().fold(Counters::default(), |sum, l| sum + self.lane(l).tally().read())
+    }
+
+    /// The last operations of the rank with their lanes, each lane's oldest first.
+    pub fn records(&self) -> Vec<(usize, flight::Record)> {
+        let (epoch, now) = (self.epoch(), flight::now());
+        let of = |lane: usize| self.lane(lane).flight().read(epoch, now).into_iter().map(move |r| (lane, r));
+        self.committed().flat_map(of).collect()
     }
 
     /// Whether the rank takes part, without the reason.
@@ -653,7 +699,6 @@ pub struct Peer {
     pub pid: i32,
     pub(crate) control: Control,
     pub(crate) hbm: Segment,
-    pidfd: Option<std::os::fd::OwnedFd>,
 }
 
 impl Peer {
@@ -662,8 +707,9 @@ impl Peer {
         if mapped.rank as usize != rank {
             return Err(SegmentError::Foreign(format!("it belongs to rank {}, expected rank {rank}", mapped.rank)));
         }
-        let control = Control::of_peer(mapped.control, rank as u32, nranks as u32)?;
-        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm, pidfd: mapped.pidfd })
+        let mut control = Control::of_peer(mapped.control, rank as u32, nranks as u32)?;
+        control.owner = mapped.pidfd;
+        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm })
     }
 
     /// The peer's control segment.
@@ -673,11 +719,7 @@ impl Peer {
 
     /// Whether its process has ended.
     pub fn dead(&self) -> bool {
-        use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let Some(fd) = &self.pidfd else { return false };
-        let mut fds = [PollFd::new(fd, PollFlags::IN)];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        matches!(poll(&mut fds, Some(&now)), Ok(1))
+        self.control.owner_ended()
     }
 }
 
@@ -767,6 +809,34 @@ mod tests {
         assert!(view(&mine, 0, 2).unwrap_err().to_string().contains("rank 1 of 2, expected rank 0 of 2"));
         mine.block().ident.0[0].store(1, Ordering::Relaxed);
         assert!(view(&mine, 1, 2).unwrap_err().to_string().contains("magic"));
+    }
+
+    #[test]
+    fn looking_at_lanes_takes_no_memory() {
+        let owner = Control::create(0, 1).unwrap();
+        let viewer = view(&owner, 0, 1).unwrap();
+        let blocks = || rustix::fs::fstat(owner.segment.fd().unwrap()).unwrap().st_blocks;
+        let before = blocks();
+        assert_eq!((viewer.records(), viewer.counters()), (Vec::new(), Counters::default()));
+        assert_eq!(blocks(), before);
+        owner.commit(2).unwrap();
+        owner.lane(2).tally().op();
+        owner.lane(2).flight().begin(1, &header(), 400);
+        assert_eq!(viewer.counters().ops, 1);
+        assert_eq!(viewer.records().iter().map(|(lane, r)| (*lane, r.seq)).collect::<Vec<_>>(), [(2, 1)]);
+    }
+
+    #[test]
+    fn standing_is_one_phrase_a_state() {
+        let standing = |leave: fn(&Control)| {
+            let c = Control::create(0, 2).unwrap();
+            leave(&c);
+            c.standing()
+        };
+        assert_eq!(standing(|_| ()), "alive");
+        assert_eq!(standing(|c| c.leave(RankState::Closed, "")), "closed");
+        assert_eq!(standing(|c| c.leave(RankState::Aborted, "enough")), "aborted: enough");
+        assert_eq!(standing(|c| c.leave(RankState::Failed, "operation #1 failed")), "failed: operation #1 failed");
     }
 
     #[test]

@@ -2,12 +2,10 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use common::{bytes_of, config, free_port, plugin_file, values_of, world};
+use common::ranks::{Rank, start};
+use common::{bytes_of, config, plugin_file, values_of, world};
 use host_runtime::error::Error;
 use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
 use host_runtime::nrt::{Communicator, Io, Tensor};
@@ -313,49 +311,10 @@ fn survivors_with_different_lists_are_told() {
     assert!(begun.elapsed() < Duration::from_secs(15), "nobody waits for the deadline");
 }
 
-/// A rank's process and the lines it prints.
-struct Rank {
-    child: Child,
-    lines: Receiver<String>,
-}
-
-impl Drop for Rank {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Rank {
-    /// The next line; a rank that says nothing for long fails the test.
-    fn line(&self) -> String {
-        self.lines.recv_timeout(Duration::from_secs(60)).expect("a line of the rank")
-    }
-}
-
-fn start(n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
-    let root = format!("127.0.0.1:{}", free_port());
-    let ranks: Vec<Rank> = (0..n)
-        .map(|rank| {
-            let mut child = Command::new(env!("CARGO_BIN_EXE_rank"))
-                .arg("shrink")
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", n.to_string())
-                .env("NEURON_RT_ROOT_COMM_ID", &root)
-                .env("NEURON_CCOM_SOCK_TIMEOUT", "40000")
-                .env("WCCL_TIMEOUT_MS", "40000")
-                .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
-                .envs(vars.iter().copied())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap();
-            let out = BufReader::new(child.stdout.take().unwrap());
-            let (tx, lines) = channel();
-            std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
-            Rank { child, lines }
-        })
-        .collect();
+/// Ranks that are all in the group, and in its operations unless they are to shrink at once.
+fn start_shrink(n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
+    let deadlines = [("NEURON_CCOM_SOCK_TIMEOUT", "40000"), ("WCCL_TIMEOUT_MS", "40000")];
+    let ranks = start("shrink", n, &[&deadlines, vars].concat());
     for (r, rank) in ranks.iter().enumerate() {
         assert_eq!(rank.line(), "ready", "rank {r}");
         if !vars.iter().any(|v| v.0 == "AT_ONCE") {
@@ -365,18 +324,13 @@ fn start(n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
     ranks
 }
 
-fn kill(rank: &mut Rank) {
-    rank.child.kill().unwrap();
-    rank.child.wait().unwrap();
-}
-
 /// Less than half of the deadline of a wait: nobody may have waited for one.
 const SOON: Duration = Duration::from_secs(18);
 
 #[test]
 fn the_others_go_on_after_a_rank_was_killed() {
-    let mut ranks = start(4, &[("EXCLUDE", "2")]);
-    kill(&mut ranks[2]);
+    let mut ranks = start_shrink(4, &[("EXCLUDE", "2")]);
+    ranks[2].kill();
     let begun = Instant::now();
     for (r, said) in [(0, "rank 0 of 3 sum 3"), (1, "rank 1 of 3 sum 3"), (3, "rank 2 of 3 sum 3")] {
         assert_eq!((ranks[r].line().as_str(), ranks[r].line().as_str()), ("broken", said), "rank {r}");
@@ -389,7 +343,7 @@ fn the_others_go_on_after_a_rank_was_killed() {
 #[test]
 fn an_excluded_rank_that_exits_at_once_does_not_matter() {
     let begun = Instant::now();
-    let ranks = start(4, &[("EXCLUDE", "3"), ("LEAVES", "3"), ("AT_ONCE", "1")]);
+    let ranks = start_shrink(4, &[("EXCLUDE", "3"), ("LEAVES", "3"), ("AT_ONCE", "1")]);
     for (r, rank) in ranks[..3].iter().enumerate() {
         assert_eq!(rank.line(), format!("rank {r} of 3 sum 3"));
     }
@@ -401,9 +355,9 @@ fn an_excluded_rank_that_exits_at_once_does_not_matter() {
 fn a_further_death_is_named_and_can_be_excluded_too() {
     for victim in [0usize, 2] {
         let exclude = format!("3;3,{victim}");
-        let mut ranks = start(4, &[("EXCLUDE", &exclude)]);
-        kill(&mut ranks[victim]);
-        kill(&mut ranks[3]);
+        let mut ranks = start_shrink(4, &[("EXCLUDE", &exclude)]);
+        ranks[victim].kill();
+        ranks[3].kill();
         let begun = Instant::now();
         for (place, r) in (0..3).filter(|r| *r != victim).enumerate() {
             assert_eq!(ranks[r].line(), "broken", "rank {r}");
@@ -420,14 +374,14 @@ fn a_further_death_is_named_and_can_be_excluded_too() {
 /// A rank dies while it waits in the shrink for one that is late: the two that are left hear its name.
 #[test]
 fn a_death_in_the_middle_of_a_shrink_is_named() {
-    let mut ranks = start(4, &[("EXCLUDE", "3;2,3"), ("LATE", "1")]);
-    kill(&mut ranks[3]);
+    let mut ranks = start_shrink(4, &[("EXCLUDE", "3;2,3"), ("LATE", "1")]);
+    ranks[3].kill();
     for r in [0, 1, 2] {
         assert_eq!(ranks[r].line(), "broken", "rank {r}");
     }
     // Rank 2 is in the shrink by then, or dies before it; rank 1 comes later.
     std::thread::sleep(Duration::from_millis(500));
-    kill(&mut ranks[2]);
+    ranks[2].kill();
     let begun = Instant::now();
     for r in [0, 1] {
         let said = ranks[r].line();

@@ -3,67 +3,11 @@
 mod common;
 
 use std::collections::HashSet;
-use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use common::ranks::{Rank, start, start_at};
 use common::{config, free_port, world};
 use host_runtime::nrt::{CommOptions, Runtime};
-
-/// A rank's process and the lines it prints.
-struct Rank {
-    child: Child,
-    lines: Receiver<String>,
-}
-
-impl Drop for Rank {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Rank {
-    /// The next line; a rank that says nothing for long fails the test.
-    fn line(&self) -> String {
-        self.lines.recv_timeout(Duration::from_secs(60)).expect("a line of the rank")
-    }
-
-    fn rest(&self) -> Vec<String> {
-        let mut all = Vec::new();
-        while let Ok(l) = self.lines.recv_timeout(Duration::from_secs(60)) {
-            all.push(l);
-        }
-        all
-    }
-}
-
-fn start(mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
-    start_at(&format!("127.0.0.1:{}", free_port()), mode, n, vars)
-}
-
-fn start_at(root: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
-    (0..n)
-        .map(|rank| {
-            let mut child = Command::new(env!("CARGO_BIN_EXE_rank"))
-                .arg(mode)
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", n.to_string())
-                .env("NEURON_RT_ROOT_COMM_ID", root)
-                .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
-                .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
-                .envs(vars.iter().copied())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap();
-            let out = BufReader::new(child.stdout.take().unwrap());
-            let (tx, lines) = channel();
-            std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
-            Rank { child, lines }
-        })
-        .collect()
-}
 
 /// Small modelled servers: one trn1 accelerator of two cores each.
 const SMALL: [(&str, &str); 3] = [
@@ -219,6 +163,36 @@ fn a_killed_rank_is_named_by_the_others_at_once() {
     }
 }
 
+/// The survivors of a rank leave what each did last, that rank with them, and say of each how it stands.
+#[test]
+fn survivors_leave_the_flight_records_of_a_killed_rank() {
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("flight-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let mut ranks = start("loop", 3, &[("WCCL_FLIGHT_DIR", dir.to_str().unwrap())]);
+    for r in &ranks {
+        assert_eq!(r.line(), "ready");
+    }
+    std::thread::sleep(Duration::from_millis(300));
+    let victim = ranks[1].child.id();
+    ranks[1].kill();
+    for r in [0, 2] {
+        ranks[r].rest();
+        let pid = ranks[r].child.id();
+        let ended = format!("-{r}-{pid}.txt");
+        let file = std::fs::read_dir(&dir).unwrap().map(|e| e.unwrap().path());
+        let file = file.into_iter().find(|f| f.to_str().unwrap().ends_with(&ended)).expect("a file of the rank");
+        let text = std::fs::read_to_string(file).unwrap();
+        for words in [
+            format!("\nrank {r} of 3, pid {pid}: failed: operation #"),
+            format!("\nrank 1 of 3, pid {victim}: process ended\n"),
+            " all_reduce fp32 max count 262144 ".into(),
+        ] {
+            assert!(text.contains(&words), "{words}: {text}");
+        }
+    }
+    std::fs::remove_dir_all(&dir).unwrap();
+}
+
 /// Proves INV-26.
 #[test]
 fn a_rank_that_never_starts_is_named_when_the_bootstrap_times_out() {
@@ -271,8 +245,7 @@ fn a_killed_group_leaves_nothing_behind() {
     assert!(!held.is_disjoint(&open()), "the ranks listen and are connected");
     let pids: Vec<u32> = ranks.iter().map(|r| r.child.id()).collect();
     for r in &mut ranks {
-        r.child.kill().unwrap();
-        r.child.wait().unwrap();
+        r.kill();
     }
     assert_eq!(shm(), before);
     let now = open();

@@ -8,7 +8,6 @@ use hw_bridge::limits::LANES;
 use wasmtime::component::Resource;
 
 use super::collectives::Engine;
-use super::dump;
 use super::groups::Groups;
 use super::plane::Plane;
 use super::runtime::Runtime;
@@ -205,18 +204,18 @@ impl Communicator {
 
     /// Counters of the data plane, all streams together.
     pub fn counters(&self) -> Counters {
-        self.core().endpoint.counters()
+        self.core().endpoint.control().counters()
     }
 
     /// The last operations, of blocking calls (lane 0) and streams (lanes from 1), the oldest first: the flight recorder.
     /// Works at any time, also when the communicator is broken.
     pub fn flight(&self) -> Vec<(usize, flight::Record)> {
-        dump::records(self.core().endpoint.control())
+        self.core().endpoint.control().records()
     }
 
     /// The flight recorders of the linked peers, read from their memory: what ranks did last that do not answer any more.
     pub fn peer_flights(&self) -> Vec<(usize, Vec<(usize, flight::Record)>)> {
-        self.core().endpoint.peer_controls().map(|c| (c.who().0 as usize, dump::records(c))).collect()
+        self.core().endpoint.peer_controls().map(|c| (c.who().0 as usize, c.records())).collect()
     }
 
     /// Deadline of an operation.

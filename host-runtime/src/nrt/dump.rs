@@ -3,26 +3,16 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use hw_bridge::flight::{self, Record};
-use hw_bridge::limits::LANES;
 use hw_bridge::peers::Control;
 use hw_bridge::sequencer::OpError;
 
 use crate::hw::objects::CommCore;
 
-/// The last operations of a rank with their lanes, each lane's oldest first.
-pub(super) fn records(control: &Control) -> Vec<(usize, Record)> {
-    let now = flight::now();
-    let of = |lane: usize| control.lane(lane).flight().read(control.epoch(), now).into_iter().map(move |r| (lane, r));
-    (0..LANES).flat_map(of).collect()
-}
-
 fn section(text: &mut String, control: &Control) {
     let (rank, n) = control.who();
-    let (state, reason) = control.state();
     // Writing into a string cannot fail.
-    let _ = writeln!(text, "rank {rank} of {n}, pid {}: {state:?} {reason}", control.pid());
-    for (lane, r) in records(control) {
+    let _ = writeln!(text, "rank {rank} of {n}, pid {}: {}", control.pid(), control.standing());
+    for (lane, r) in control.records() {
         let at = r.start_ns as f64 / 1e9;
         let _ = match lane {
             0 => writeln!(text, "  {at:.6} {r}"),

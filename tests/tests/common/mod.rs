@@ -2,6 +2,8 @@
 //! programs would have.
 #![allow(dead_code)]
 
+pub mod ranks;
+
 use std::sync::Arc;
 use std::time::Duration;
 

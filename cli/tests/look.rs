@@ -1,0 +1,103 @@
+//! `wccl top` and `wccl info`: what an operator asks of ranks and of the machine.
+
+mod common;
+
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::{has, said, wccl};
+use serde_json::Value;
+
+/// Bound against hangs.
+const HANG: Duration = Duration::from_secs(60);
+
+/// A program under way, ended with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn parent(pid: u64) -> Option<u32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+}
+
+/// What `wccl top` says of the ranks of `launcher`, by rank, once `enough` of it.
+fn seen(launcher: &Running, enough: impl Fn(&[Value]) -> bool) -> Vec<Value> {
+    let begun = Instant::now();
+    loop {
+        let out = wccl().args(["top", "--once", "--json", "--flight"]).output().unwrap();
+        let text = said(&out);
+        let mut ranks: Vec<Value> = text
+            .lines()
+            .map(|l| serde_json::from_str::<Value>(l).unwrap())
+            .filter(|v| parent(v["pid"].as_u64().unwrap()) == Some(launcher.0.id()))
+            .collect();
+        ranks.sort_by_key(|v| v["rank"].as_u64());
+        if enough(&ranks) {
+            assert_eq!(out.status.code(), Some(0), "{text}");
+            return ranks;
+        }
+        assert!(begun.elapsed() < HANG, "{text}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn top_shows_ranks_at_work_and_one_that_is_stopped() {
+    let bench = ["bench", "-r", "2", "-c", "0", "-b", "1M", "-e", "1M", "-n", "1000000", "allreduce"];
+    let launcher = Running(wccl().args(bench).stdout(Stdio::null()).spawn().unwrap());
+    let ranks = seen(&launcher, |r| r.len() == 2 && r.iter().all(|v| v["ops"].as_u64() > Some(100)));
+    for (i, v) in ranks.iter().enumerate() {
+        assert_eq!((v["rank"].as_u64(), v["ranks"].as_u64(), &v["state"]), (Some(i as u64), Some(2), &"alive".into()));
+        let last = v["flight"].as_array().unwrap().last().unwrap();
+        has(last["what"].as_str().unwrap(), &["all_reduce fp32 sum count 262144 by "]);
+        assert!(v["doing"].as_str().unwrap().contains("all_reduce fp32 sum count 262144"), "{v}");
+    }
+    let pid = ranks[1]["pid"].to_string();
+    let table = said(&wccl().args(["top", "--once", "--pid", &pid]).output().unwrap());
+    has(&table, &["waits/s", &pid, "1 of 2", "all_reduce"]);
+    assert_eq!(table.lines().count(), 2, "the heading and the rank: {table}");
+
+    assert!(Command::new("kill").args(["-s", "STOP", &pid]).status().unwrap().success());
+    seen(&launcher, |r| r.len() == 2 && r[1]["state"] == "process stopped" && r[0]["state"] == "alive");
+}
+
+#[test]
+fn top_on_nothing_says_so() {
+    let own = std::process::id().to_string();
+    let out = wccl().args(["top", "--once", "--pid", &own]).output().unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    has(&said(&out), &[&format!("process {own} is no rank of wccl, or none that this user may look at")]);
+    let out = wccl().args(["top", "--once", "--pid", &own, "--json"]).output().unwrap();
+    assert_eq!((out.status.code(), said(&out).as_str()), (Some(1), ""));
+    for interval in ["0", "-1"] {
+        let out = wccl().args(["top", "-i", interval]).output().unwrap();
+        assert_eq!(out.status.code(), Some(2));
+        has(&said(&out), &[&format!("--interval {interval}: at least 0.05 seconds are expected")]);
+    }
+}
+
+/// The limits that matter, with the values of the process that asks.
+#[test]
+fn info_says_what_this_process_may_use() {
+    let script = "ulimit -Sn 321 && ulimit -v 40000000 && exec \"$0\" info";
+    let out = Command::new("sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_wccl")])
+        .env("NEURON_RT_FAKE_INSTANCE_TYPE", "trn1.32xlarge")
+        .output()
+        .unwrap();
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(0), "{text}");
+    let row = |name: &str| text.lines().find(|l| l.trim_start().starts_with(name)).unwrap_or_else(|| panic!("{text}"));
+    has(row("file descriptors"), &["321 (RLIMIT_NOFILE), hard limit "]);
+    has(row("address space"), &["40960000000 (RLIMIT_AS)"]);
+    has(row("threads and processes"), &["RLIMIT_NPROC", "pids.max"]);
+    has(row("shared memory"), &["memory of the machine: ", " bytes", "memory.max", "RLIMIT_FSIZE", "not of /dev/shm"]);
+    // As the variable has it.
+    has(row("family"), &["trn1.32xlarge ("]);
+}
