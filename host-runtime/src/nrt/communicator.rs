@@ -252,7 +252,7 @@ impl Communicator {
             return Err(bad(format!("stream {index} of rank {} was taken before", self.rank())));
         };
         let engine = self.engine.beside(lane);
-        Stream::start(index, engine, self.rank())
+        Stream::start(index, engine)
     }
 
     /// Streams of a communicator.

@@ -28,7 +28,7 @@ mod runtime;
 mod streams;
 mod tensor;
 
-pub use collectives::{Peers, Reduction};
+pub use collectives::{OwnedReduction, Peers, Reduction, ReductionOf};
 pub use communicator::{CommOptions, Communicator, Rendezvous};
 pub use grouped::Group;
 pub use runtime::{Runtime, RuntimeConfig};
