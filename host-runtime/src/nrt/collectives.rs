@@ -156,7 +156,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
-    /// broken), [`Error::Stopped`] if connections must be made and the control plane is gone. All collectives alike.
+    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Stopped`]
+    /// when the control plane is gone. All collectives alike.
     pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
         self.engine.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
     }
@@ -576,7 +577,7 @@ impl Engine {
         let schedule = match self.schedules.exchanges.get(&(op, dtype, words)).cloned() {
             Some(s) => s,
             None => {
-                self.reach_all()?;
+                self.reach_all(op)?;
                 let s = enc::compile_exchange(op, dtype, words, rank, n).map_err(|e| Error::Bug(e.to_string()))?;
                 let s = Arc::new(self.linked(s)?);
                 if self.schedules.exchanges.len() >= MAX_SCHEDULES {
@@ -603,16 +604,17 @@ impl Engine {
         let said = policy.decide(call, n);
         let said = if matches!(said.why, Why::Forced | Why::Row(_)) { Some(said.algorithm) } else { self.forced };
         let algorithm = enc::choose_with(call, lists, n, said, policy.one_hop_max);
-        self.reach_all()?;
+        self.reach_all(call.op)?;
         let s = enc::compile_with(call, lists, rank, n, algorithm, &self.rings);
         Ok(Arc::new(self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)?))
     }
 
     /// Makes sure that every pair is connected.
-    fn reach_all(&self) -> Result<(), Error> {
+    fn reach_all(&self, op: Op) -> Result<(), Error> {
         self.plane.core.endpoint.usable()?;
         // The others go on to an operation that this rank cannot join: they learn why.
-        self.plane.connect_all().inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
+        let connected = self.plane.connect_all(op.name(), self.timeout);
+        connected.inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
     }
 
     /// Fails if a schedule needs a peer that was never linked.
@@ -667,7 +669,7 @@ impl Engine {
             )));
         }
         if algorithm != Algorithm::Ring {
-            self.reach_all()?;
+            self.reach_all(call.op)?;
         }
         let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
         let s = Arc::new(self.linked(s)?);

@@ -17,7 +17,7 @@ use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 
 use super::collectives::{Engine, OwnedReduction, Peers, call};
-use super::communicator::bad;
+use super::communicator::{Within, bad};
 use super::tensor::{Io, Tensor};
 use crate::enc::Call;
 use crate::error::Error;
@@ -160,6 +160,12 @@ impl Stream {
     /// Deadline of the operations issued from now on.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
+    }
+
+    /// The stream with another deadline, for one call: `stream.within(deadline).barrier()`. As
+    /// [`super::Communicator::within`].
+    pub fn within(&mut self, timeout: Duration) -> Within<'_, Stream> {
+        Within::new(self, self.timeout, timeout, Stream::set_timeout)
     }
 
     /// Has the stream's thread do `work`, with the deadline of now, when what was issued before it has ended.
