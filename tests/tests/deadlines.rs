@@ -96,6 +96,9 @@ fn the_deadline_of_a_first_operation_bounds_the_connecting() {
             assert_eq!(e.status(), if late { Status::TIMEOUT } else { Status::CLOSED }, "{e}");
             let e = e.to_string();
             assert!(e.contains("barrier on rank") && e.contains(&format!("timed out after {deadline:?}")), "{e}");
+            // Ended by this deadline and no other, and by the library's own answer.
+            assert!(e.contains("the deadline of the operation has passed"), "{e}");
+            assert_eq!(comm.control_stopped(), None);
             if !deadline.is_zero() {
                 assert!(e.contains("rank 2"), "{e}");
             }
