@@ -93,6 +93,20 @@ pub enum Error {
         /// What a C caller would see.
         status: Status,
     },
+    /// Not all ranks came while the connections were made that an operation needs.
+    #[error(
+        "{what} on rank {rank} timed out after {after:?} while all ranks were being connected, which happens once and which each must come to: {source}"
+    )]
+    Connecting {
+        /// The operation.
+        what: &'static str,
+        /// This rank.
+        rank: usize,
+        /// Its deadline.
+        after: std::time::Duration,
+        /// What the library said of it, with the rank it waited for.
+        source: Box<Error>,
+    },
     /// An operation failed.
     #[error(transparent)]
     Op(#[from] hw_bridge::sequencer::OpError),
@@ -129,7 +143,7 @@ impl Error {
                 Status::FAILURE
             }
             Error::Entry { status, .. } | Error::Group { status, .. } => *status,
-            Error::Busy { .. } => Status::TIMEOUT,
+            Error::Busy { .. } | Error::Connecting { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
             Error::Op(
                 OpError::Mismatch { .. }

@@ -75,7 +75,7 @@ pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communic
             return Err(Error::Usage("a communicator of another runtime cannot be moved".into()));
         }
         // Bootstrap connections stay behind, so what still needs them must be done first.
-        comm.plane().connect_all()?;
+        comm.plane().connect_all("replace_library", comm.timeout())?;
     }
     let mut moves = Vec::with_capacity(communicators.len());
     for comm in communicators {

@@ -6,19 +6,222 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{bytes_of, config, values_of, world};
-use host_runtime::nrt::{Buffers, Communicator, Io, Peers, Request};
+use host_runtime::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::flight::State;
+use hw_bridge::reduce;
+
+fn output(buffers: Buffers) -> Vec<u8> {
+    match buffers {
+        Buffers::HostInPlace(b) | Buffers::Host { dst: b, .. } => b,
+        Buffers::Device { dst, .. } => read(&dst.0),
+    }
+}
+
+fn read(t: &Tensor) -> Vec<u8> {
+    let mut out = vec![0; t.len() as usize];
+    t.read(0, &mut out).unwrap();
+    out
+}
 
 fn values(buffers: Buffers) -> Vec<f32> {
-    match buffers {
-        Buffers::HostInPlace(b) | Buffers::Host { dst: b, .. } => values_of(&b),
-        Buffers::Device { dst, .. } => {
-            let mut out = vec![0; dst.0.len() as usize];
-            dst.0.read(0, &mut out).unwrap();
-            values_of(&out)
-        }
+    values_of(&output(buffers))
+}
+
+fn tensor(comm: &Communicator, bytes: &[u8]) -> Arc<Tensor> {
+    let t = comm.tensor(bytes.len() as u64).unwrap();
+    t.write(0, bytes).unwrap();
+    Arc::new(t)
+}
+
+/// Small whole numbers: their sums are exact in any order.
+fn numbers(rank: usize, salt: usize, count: usize) -> Vec<u8> {
+    bytes_of(&(0..count).map(|i| ((i * 7 + rank * 3 + salt) % 5) as f32).collect::<Vec<_>>())
+}
+
+/// The reduction by the reference path, in rank order.
+fn reduced(op: ReduceOp, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let mut out = vec![0; inputs[0].len()];
+    let all: Vec<&[u8]> = inputs.iter().map(Vec::as_slice).collect();
+    reduce::reduce_slices(op, DataType::Fp32, &mut out, &all).unwrap();
+    out
+}
+
+/// Waits for one operation, and compares what it gave.
+type Check = Box<dyn FnOnce()>;
+
+/// Issues on one stream what takes lists, roots, scales or many buffers; `salt` makes sizes and memory of one stream differ
+/// from another's.
+fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
+    const F: DataType = DataType::Fp32;
+    let (rank, n) = (comm.rank(), comm.nranks());
+    let c = [1usize, 700, 40_000][salt % 3];
+    let (root, count, here) = (salt % n, c as u64, format!("rank {rank} salt {salt}"));
+    // The output is prefilled, so that what is not to be written is seen.
+    let buffers = |device: bool, src: Vec<u8>, out: usize| {
+        let dst = vec![0xEE; out];
+        if device { Buffers::device(&tensor(comm, &src), &tensor(comm, &dst)) } else { Buffers::Host { src, dst } }
+    };
+    let mut checks: Vec<Check> = Vec::new();
+    let mut check = |what: &'static str, r: Request, want: Vec<u8>| {
+        let here = here.clone();
+        checks.push(Box::new(move || assert!(output(r.wait().unwrap()) == want, "{what} {here}")));
+    };
+    let all = |count: usize| (0..n).map(|r| numbers(r, salt, count)).collect::<Vec<_>>();
+    let (one, wide) = (all(c), all(n * c));
+    let block = |bytes: &[u8], i: usize| bytes[i * c * 4..(i + 1) * c * 4].to_vec();
+
+    for device in [salt.is_multiple_of(2), !salt.is_multiple_of(2)] {
+        let at_root = |bytes: Vec<u8>| if rank == root { bytes } else { Vec::new() };
+        let want = at_root(one.concat());
+        let r = s.gather(buffers(device, one[rank].clone(), want.len()), count, F, root).unwrap();
+        check("gather", r, want);
+        let r = s.scatter(buffers(device, at_root(wide[root].clone()), c * 4), count, F, root).unwrap();
+        check("scatter", r, block(&wide[root], rank));
+
+        let pairs = [(0, 2), (2, 1), (1, 0)];
+        let from = pairs.iter().find(|(_, to)| *to == rank).map(|(from, _)| *from);
+        let r = s.permute(buffers(device, one[rank].clone(), c * 4), count, F, &pairs).unwrap();
+        check("permute", r, from.map_or(vec![0xEE; c * 4], |from| one[from].clone()));
+
+        let counts: Vec<u64> = (0..n as u64).map(|r| [3, 0, count, 50][r as usize % 4]).collect();
+        let total: usize = counts.iter().sum::<u64>() as usize;
+        let ragged: Vec<Vec<u8>> = (0..n).map(|r| numbers(r, salt, counts[r] as usize)).collect();
+        let r = s.all_gather_v(buffers(device, ragged[rank].clone(), total * 4), &counts, F).unwrap();
+        check("all_gather_v", r, ragged.concat());
+        let inputs = all(total);
+        let begin = counts[..rank].iter().sum::<u64>() as usize * 4;
+        let want = reduced(ReduceOp::Max, &inputs)[begin..begin + counts[rank] as usize * 4].to_vec();
+        let b = buffers(device, inputs[rank].clone(), want.len());
+        check("reduce_scatter_v", s.reduce_scatter_v(b, &counts, F, ReduceOp::Max).unwrap(), want);
+
+        let cell = |from: usize, to: usize| ((from + 2 * to + salt) % 4) * 100;
+        let sends: Vec<u64> = (0..n).map(|to| cell(rank, to) as u64).collect();
+        let gets: Vec<u64> = (0..n).map(|from| cell(from, rank) as u64).collect();
+        let piece = |from: usize, to: usize| numbers(from, to, cell(from, to));
+        let src = (0..n).flat_map(|to| piece(rank, to)).collect();
+        let want: Vec<u8> = (0..n).flat_map(|from| piece(from, rank)).collect();
+        check("all_to_all_v", s.all_to_all_v(buffers(device, src, want.len()), &sends, &gets, F).unwrap(), want);
+
+        // Each rank's scale is another.
+        let scaled = |inputs: &[Vec<u8>]| {
+            let each = inputs.iter().enumerate();
+            let all: Vec<Vec<u8>> = each
+                .map(|(r, b)| bytes_of(&values_of(b).iter().map(|v| v * (r + 1) as f32).collect::<Vec<_>>()))
+                .collect();
+            reduced(ReduceOp::Sum, &all)
+        };
+        let scale = (rank + 1) as f32;
+        let r = s.all_reduce_scaled(buffers(device, one[rank].clone(), c * 4), count, F, scale).unwrap();
+        check("all_reduce_scaled", r, scaled(&one));
+        let r = s.reduce_scatter_scaled(buffers(device, wide[rank].clone(), c * 4), count, F, scale).unwrap();
+        check("reduce_scatter_scaled", r, block(&scaled(&wide), rank));
+        let want = at_root(scaled(&one));
+        let r = s.reduce_scaled(buffers(device, one[rank].clone(), want.len()), count, F, root, scale).unwrap();
+        check("reduce_scaled", r, want);
     }
+
+    // Some packed, some that go by themselves, in both memories.
+    let sizes = [5usize, 0, 40_000, 1, 700, 30];
+    let item = |r: usize, i: usize| numbers(r, salt + i, sizes[i]);
+    let items = (0..sizes.len()).map(|i| match i % 2 {
+        0 => OwnedReduction::Host(item(rank, i)),
+        _ => OwnedReduction::Device { tensor: tensor(comm, &item(rank, i)), offset: 0, count: sizes[i] as u64 },
+    });
+    let r = s.all_reduce_many(items.collect(), F, ReduceOp::Sum).unwrap();
+    let want: Vec<_> =
+        (0..sizes.len()).map(|i| reduced(ReduceOp::Sum, &(0..n).map(|r| item(r, i)).collect::<Vec<_>>())).collect();
+    checks.push(Box::new(move || {
+        for (i, (got, want)) in r.wait().unwrap().into_iter().zip(want).enumerate() {
+            let got = match got {
+                OwnedReduction::Host(b) => b,
+                OwnedReduction::Device { tensor, .. } => read(&tensor),
+            };
+            assert!(got == want, "all_reduce_many #{i} rank {rank} salt {salt}");
+        }
+    }));
+
+    // A block to everybody, itself too.
+    let (a, b) = (tensor(comm, &wide[rank]), tensor(comm, &vec![0; n * c * 4]));
+    let mut group = s.group();
+    for peer in 0..n {
+        let at = (peer * c * 4) as u64;
+        group.send(a.clone(), at, count, F, peer).unwrap().recv(b.clone(), at, count, F, peer).unwrap();
+    }
+    drop((a, b));
+    let r = group.run().unwrap();
+    let want: Vec<u8> = wide.iter().flat_map(|theirs| block(theirs, rank)).collect();
+    checks.push(Box::new(move || {
+        let mut tensors = r.wait().unwrap();
+        let b = tensors.pop().unwrap();
+        assert!(read(&b) == want, "group rank {rank} salt {salt}");
+        // The stream keeps nothing back.
+        drop(tensors);
+        assert!(Arc::try_unwrap(b).is_ok());
+    }));
+    checks
+}
+
+/// Four ranks, so that not everybody is a ring neighbour; four streams with all of them in flight.
+#[test]
+fn every_call_runs_on_streams_side_by_side() {
+    world(4, &config(), |mut comm| {
+        let rank = comm.rank();
+        let mut streams: Vec<_> = (0..Communicator::STREAMS).map(|i| comm.stream(i).unwrap()).collect();
+        // The second round finds its schedules by their lists.
+        for _ in 0..2 {
+            let mut order: Vec<usize> = (0..streams.len()).collect();
+            order.rotate_left(rank);
+            let mut checks: Vec<Check> = Vec::new();
+            for i in order {
+                checks.extend(issue_all(&comm, &mut streams[i], i));
+            }
+            let mut ones = bytes_of(&[1.0; 10]);
+            comm.all_reduce(Io::HostInPlace(&mut ones), 10, DataType::Fp32, ReduceOp::Sum).unwrap();
+            assert_eq!(values_of(&ones), [4.0; 10]);
+            if rank == 1 {
+                checks.reverse();
+            }
+            checks.into_iter().for_each(|check| check());
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+/// What is refused comes with the request, with the buffers if they are asked for; the stream goes on.
+#[test]
+fn what_cannot_be_is_refused_by_the_request_and_the_stream_goes_on() {
+    world(2, &config(), |mut comm| {
+        const F: DataType = DataType::Fp32;
+        let rank = comm.rank();
+        let mut s = comm.stream(0).unwrap();
+        let host = |elements: usize| Buffers::Host { src: vec![0; elements * 4], dst: vec![0; elements * 4] };
+        let refused = |r: Request| r.wait().unwrap_err().to_string();
+        let e = refused(s.all_gather_v(host(3), &[1, 1, 1], F).unwrap());
+        assert!(e.contains("3 counts were passed, 2 ranks need one each"), "{e}");
+        let e = refused(s.permute(host(3), 1, F, &[(0, 1), (0, 0)]).unwrap());
+        assert!(e.contains("a second time"), "{e}");
+        let e = refused(s.gather(host(1), 1, F, 7).unwrap());
+        assert!(e.contains("root 7"), "{e}");
+        let e = refused(s.all_reduce_scaled(host(1), 1, DataType::Int32, 2.0).unwrap());
+        assert!(e.contains("cannot be scaled"), "{e}");
+        let finished = s.all_reduce_many(vec![OwnedReduction::Host(vec![1; 7])], F, ReduceOp::Sum).unwrap();
+        let finished = finished.wait_for(Duration::MAX).unwrap().unwrap();
+        assert!(finished.result.unwrap_err().to_string().contains("not whole fp32 elements"));
+        assert!(matches!(&finished.buffers[..], [OwnedReduction::Host(b)] if *b == [1; 7]));
+        let t = tensor(&comm, &[0; 64]);
+        let mut group = s.group();
+        assert!(group.send(t.clone(), 60, 2, F, 0).unwrap_err().to_string().contains("not inside a tensor"));
+        if rank == 0 {
+            group.send(t.clone(), 0, 4, F, 1).unwrap();
+        } else {
+            group.recv(t.clone(), 0, 5, F, 0).unwrap();
+        }
+        let e = group.run().unwrap().wait().unwrap_err().to_string();
+        assert!(e.contains("send 0 of rank 0 to rank 1 is 16 bytes of fp32, the receive there is 20"), "{e}");
+        s.barrier().unwrap().wait().unwrap();
+        comm.barrier().unwrap();
+    });
 }
 
 #[test]

@@ -1,4 +1,7 @@
 //! Bootstrap sockets. Every call has a deadline, is ended by the instance's abort, and survives signals (EINTR).
+//!
+//! A wait that the deadline of an operation cuts short answers a time-out, as if it had been that long. No other begins after
+//! it: a guest that tries again until its own, later deadline would never come back.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
@@ -66,12 +69,16 @@ pub(crate) fn decode(b: &[u8]) -> Result<SocketAddr, String> {
 enum Wait {
     Ready,
     Late,
-    Aborted,
+    /// Aborted, or begun after the deadline of the operation.
+    Ended,
 }
 
 impl HostState {
     /// Waits until `fd` is ready, the deadline, or the abort.
     fn wait(&self, fd: impl AsFd, flags: PollFlags, deadline: Instant) -> Wait {
+        if self.overdue() {
+            return Wait::Ended;
+        }
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
@@ -80,7 +87,7 @@ impl HostState {
             match poll(&mut fds, Some(&timeout)) {
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(_) => return Wait::Ready,
-                Ok(_) if !fds[1].revents().is_empty() => return Wait::Aborted,
+                Ok(_) if !fds[1].revents().is_empty() => return Wait::Ended,
                 Ok(_) if !fds[0].revents().is_empty() => return Wait::Ready,
                 Ok(_) if left.is_zero() => return Wait::Late,
                 Ok(_) => {}
@@ -90,6 +97,9 @@ impl HostState {
 
     /// Sleeps for a pause, unless aborted or late.
     fn pause(&self, pause: Duration, deadline: Instant) -> Wait {
+        if self.overdue() {
+            return Wait::Ended;
+        }
         let until = (Instant::now() + pause).min(deadline);
         let event = self.abort.event();
         loop {
@@ -97,7 +107,7 @@ impl HostState {
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
             let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
             match poll(&mut fds, Some(&timeout)) {
-                Ok(n) if n > 0 => return Wait::Aborted,
+                Ok(n) if n > 0 => return Wait::Ended,
                 _ if Instant::now() >= deadline => return Wait::Late,
                 _ if Instant::now() >= until => return Wait::Ready,
                 _ => {}
@@ -109,7 +119,8 @@ impl HostState {
         if ms <= LOOK_MS {
             return Err(Status::TIMEOUT.into());
         }
-        Err(self.fail(Status::TIMEOUT, what()))
+        let cut = if self.overdue() { ", or less: the deadline of the operation has passed" } else { "" };
+        Err(self.fail(Status::TIMEOUT, what() + cut))
     }
 
     fn gone<T>(&mut self, ms: u32, what: String) -> Answer<T> {
@@ -119,7 +130,11 @@ impl HostState {
         Err(self.fail(Status::CLOSED, what))
     }
 
-    fn closed<T>(&mut self, what: &str) -> Answer<T> {
+    fn ended<T>(&mut self, what: &str) -> Answer<T> {
+        if !self.abort.aborted() {
+            // Neither a time-out, after which a guest may look again, nor closed, which it would blame on a peer.
+            return Err(self.fail(Status::FAILURE, format!("{what}: the deadline of the operation has passed")));
+        }
         let why = format!("{what} was aborted: {}", self.abort.reason());
         Err(self.fail(Status::CLOSED, why))
     }
@@ -162,7 +177,7 @@ impl HostState {
                 Ok(l) => break l,
                 Err(e) if e.kind() == ErrorKind::AddrInUse => match self.pause(pause, until) {
                     Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
-                    Wait::Aborted => return self.closed("listening"),
+                    Wait::Ended => return self.ended("listening"),
                     Wait::Late => {
                         return self.late(ms, || {
                             format!("{addr} stayed in use; another job listens there, choose another port")
@@ -195,7 +210,7 @@ impl HostState {
                 Ok(a) => break a,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(listener, PollFlags::IN, until) {
                     Wait::Ready => {}
-                    Wait::Aborted => return Ok(self.closed("waiting for an incoming connection")),
+                    Wait::Ended => return Ok(self.ended("waiting for an incoming connection")),
                     Wait::Late => {
                         let at = listener.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
                         return Ok(
@@ -227,7 +242,7 @@ impl HostState {
             Err(e) => return Some(Err(e.into())),
         }
         match self.wait(&stream, PollFlags::OUT, until.min(Instant::now() + ATTEMPT)) {
-            Wait::Aborted => None,
+            Wait::Ended => None,
             Wait::Late => Some(Err(ErrorKind::TimedOut.into())),
             Wait::Ready => Some(match stream.take_error() {
                 Ok(None) => Ok(stream),
@@ -252,7 +267,7 @@ impl HostState {
                 }
                 Some(Ok(stream)) => return self.new_connection(stream),
                 Some(Err(e)) => e,
-                None => return self.closed(&format!("connecting to {addr}")),
+                None => return self.ended(&format!("connecting to {addr}")),
             };
             let again = matches!(
                 e.kind(),
@@ -277,7 +292,7 @@ impl HostState {
             }
             match self.pause(pause, until) {
                 Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
-                Wait::Aborted => return self.closed(&format!("connecting to {addr}")),
+                Wait::Ended => return self.ended(&format!("connecting to {addr}")),
                 Wait::Late => {
                     let hint = if starved.is_some() {
                         "no local port towards it is free, many wait to be used again: widen net.ipv4.ip_local_port_range, \
@@ -301,7 +316,7 @@ impl HostState {
                 Ok(n) => sent += n,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::OUT, until) {
                     Wait::Ready => {}
-                    Wait::Aborted => return Ok(self.closed("sending")),
+                    Wait::Ended => return Ok(self.ended("sending")),
                     Wait::Late => {
                         let what = || format!("Timeout sending {} bytes after {ms} ms", data.len());
                         return Ok(self.late(ms, what));
@@ -339,7 +354,7 @@ impl HostState {
                 Ok(n) => got += n,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::IN, until) {
                     Wait::Ready => {}
-                    Wait::Aborted => return Ok(self.closed("receiving")),
+                    Wait::Ended => return Ok(self.ended("receiving")),
                     Wait::Late => {
                         let who = peer_name(stream);
                         data.truncate(got);

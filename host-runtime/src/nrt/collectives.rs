@@ -4,6 +4,7 @@
 //! own. In the steady state (the same call as before) it takes no lock and allocates nothing.
 
 use std::collections::HashMap;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -29,20 +30,47 @@ pub struct Peers {
     pub src: Option<usize>,
 }
 
-/// One of the reductions of [`Communicator::all_reduce_many`]: what it holds is the input, and becomes the result.
+/// One of the reductions of [`Communicator::all_reduce_many`].
+pub type Reduction<'a> = ReductionOf<&'a Tensor, &'a mut [u8]>;
+
+/// One of the reductions of [`super::Stream::all_reduce_many`], which owns them meanwhile.
+pub type OwnedReduction = ReductionOf<Arc<Tensor>, Vec<u8>>;
+
+/// A reduction among many: what it holds, a tensor `T` or private memory `B`, is the input, and becomes the result.
 #[derive(Debug)]
-pub enum Reduction<'a> {
+pub enum ReductionOf<T, B> {
     /// A stretch of device memory.
     Device {
         /// The tensor.
-        tensor: &'a Tensor,
+        tensor: T,
         /// First byte.
         offset: u64,
         /// Elements.
         count: u64,
     },
     /// Private memory, all of it; whole elements.
-    Host(&'a mut [u8]),
+    Host(B),
+}
+
+impl<T: Deref<Target = Tensor>, B: Deref<Target = [u8]>> ReductionOf<T, B> {
+    /// Whether it is whole elements, and inside its tensor.
+    fn fits(&self, dtype: DataType) -> bool {
+        match self {
+            ReductionOf::Host(bytes) => bytes.len().is_multiple_of(dtype.size()),
+            ReductionOf::Device { tensor, offset, count } => {
+                let end = count.checked_mul(dtype.size() as u64).and_then(|b| b.checked_add(*offset));
+                end.is_some_and(|end| end <= tensor.len())
+            }
+        }
+    }
+
+    /// Bytes of one that fits.
+    fn bytes(&self, dtype: DataType) -> usize {
+        match self {
+            ReductionOf::Host(bytes) => bytes.len(),
+            ReductionOf::Device { count, .. } => *count as usize * dtype.size(),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -64,16 +92,6 @@ struct Last {
     /// With the kind of memory, and whether in place.
     call: Call,
     schedule: Arc<Sealed>,
-}
-
-impl Schedules {
-    fn find_listed(&self, key: &Call, lists: &[u8]) -> Option<Arc<Sealed>> {
-        self.listed.find(key, lists)
-    }
-
-    fn keep_listed(&mut self, key: Call, lists: &[u8], s: Arc<Sealed>) {
-        self.listed.keep(key, lists, s);
-    }
 }
 
 /// A call, the bytes of its lists, its schedule.
@@ -119,7 +137,7 @@ fn total(counts: &[u64], dtype: DataType) -> Option<u64> {
 /// What executes the calls of one lane.
 #[derive(Debug)]
 pub(super) struct Engine {
-    plane: Arc<Plane>,
+    pub(super) plane: Arc<Plane>,
     lane: Lane,
     rings: Arc<Vec<Vec<usize>>>,
     /// Used wherever it serves; the configuration's until the user sets another.
@@ -138,7 +156,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
-    /// broken), [`Error::Stopped`] if connections must be made and the control plane is gone. All collectives alike.
+    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Stopped`]
+    /// when the control plane is gone. All collectives alike.
     pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
         self.engine.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
     }
@@ -226,8 +245,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`]; another list on another rank is a mismatch.
     pub fn all_gather_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType) -> Result<(), Error> {
-        let count = self.engine.check_counts(Op::AllGatherV, counts, dtype)?;
-        self.engine.listed(io, call(Op::AllGatherV, dtype, count), Lists::Counts(counts))
+        self.engine.counted(io, call(Op::AllGatherV, dtype, 0), counts)
     }
 
     /// Rank r gets part r of the reduction. `counts[r]` elements of output on rank r (0 is fine); the input has all parts in
@@ -236,8 +254,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_gather_v`].
     pub fn reduce_scatter_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        let count = self.engine.check_counts(Op::ReduceScatterV, counts, dtype)?;
-        self.engine.listed(io, Call { redop: op, ..call(Op::ReduceScatterV, dtype, count) }, Lists::Counts(counts))
+        self.engine.counted(io, Call { redop: op, ..call(Op::ReduceScatterV, dtype, 0) }, counts)
     }
 
     /// Sends `send[r]` elements to rank r and receives `recv[r]` elements from it; blocks lie in rank order without gaps, and
@@ -261,18 +278,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_gather_v`].
     pub fn permute(&mut self, io: Io<'_>, count: u64, dtype: DataType, pairs: &[(usize, usize)]) -> Result<(), Error> {
-        let n = self.nranks();
-        let (mut sends, mut gets) = ([false; MAX_LOCAL_RANKS], [false; MAX_LOCAL_RANKS]);
-        for (a, b) in pairs {
-            if *a >= n || *b >= n {
-                return Err(bad(format!("permute: pair ({a}, {b}) is not of the {n} ranks")));
-            }
-            let twice = std::mem::replace(&mut sends[*a], true) || std::mem::replace(&mut gets[*b], true);
-            if twice {
-                return Err(bad(format!("permute: pair ({a}, {b}) sends from or to a rank a second time")));
-            }
-        }
-        self.engine.listed(io, call(Op::Permute, dtype, count), Lists::Pairs(pairs))
+        self.engine.permute(io, call(Op::Permute, dtype, count), pairs)
     }
 
     /// Reduces many small buffers in place as if one after the other, packed into few operations: those of up to 64 KiB share
@@ -281,98 +287,7 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`]. After an error some of the buffers hold their results and some do not.
     pub fn all_reduce_many(&mut self, items: &mut [Reduction<'_>], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        let size = dtype.size();
-        // All are looked at before the first one moves.
-        for (i, item) in items.iter().enumerate() {
-            let fits = match item {
-                Reduction::Host(bytes) => bytes.len().is_multiple_of(size),
-                Reduction::Device { tensor, offset, count } => {
-                    let end = count.checked_mul(size as u64).and_then(|b| b.checked_add(*offset));
-                    end.is_some_and(|end| end <= tensor.len())
-                }
-            };
-            if !fits {
-                return Err(bad(format!(
-                    "all_reduce_many on rank {}: buffer {i} is not whole {dtype} elements, or not inside its tensor",
-                    self.rank()
-                )));
-            }
-        }
-        let bytes_of = |item: &Reduction<'_>| match item {
-            Reduction::Host(bytes) => bytes.len(),
-            Reduction::Device { count, .. } => usize::try_from(*count).unwrap_or(usize::MAX).saturating_mul(size),
-        };
-        let mut pack = std::mem::take(&mut self.engine.schedules.scratch.0);
-        let mut at = 0;
-        let mut done = Ok(());
-        while at < items.len() && done.is_ok() {
-            let mut end = at;
-            let mut bytes = 0;
-            while end < items.len() && bytes + bytes_of(&items[end]) <= PACK_BYTES {
-                bytes += bytes_of(&items[end]);
-                end += 1;
-            }
-            done = if end > at + 1 {
-                self.reduce_packed(&mut items[at..end], &mut pack, bytes, dtype, op)
-            } else {
-                end = at + 1;
-                match &mut items[at] {
-                    Reduction::Host(b) => {
-                        let count = (b.len() / size) as u64;
-                        self.all_reduce(Io::HostInPlace(b), count, dtype, op)
-                    }
-                    Reduction::Device { tensor, offset, count } => {
-                        let io = Io::Device { src: (tensor, *offset), dst: (tensor, *offset) };
-                        self.all_reduce(io, *count, dtype, op)
-                    }
-                }
-            };
-            at = end;
-        }
-        pack.clear();
-        self.engine.schedules.scratch.0 = pack;
-        done
-    }
-
-    fn reduce_packed(
-        &mut self,
-        items: &mut [Reduction<'_>],
-        pack: &mut Vec<u8>,
-        bytes: usize,
-        dtype: DataType,
-        op: ReduceOp,
-    ) -> Result<(), Error> {
-        pack.clear();
-        pack.resize(bytes, 0);
-        let mut at = 0;
-        for item in items.iter() {
-            match item {
-                Reduction::Host(b) => pack[at..at + b.len()].copy_from_slice(b),
-                Reduction::Device { tensor, offset, count } => {
-                    tensor.read(*offset, &mut pack[at..at + *count as usize * dtype.size()])?;
-                }
-            }
-            at += match item {
-                Reduction::Host(b) => b.len(),
-                Reduction::Device { count, .. } => *count as usize * dtype.size(),
-            };
-        }
-        self.all_reduce(Io::HostInPlace(pack), (bytes / dtype.size()) as u64, dtype, op)?;
-        let mut at = 0;
-        for item in items.iter_mut() {
-            match item {
-                Reduction::Host(b) => {
-                    b.copy_from_slice(&pack[at..at + b.len()]);
-                    at += b.len();
-                }
-                Reduction::Device { tensor, offset, count } => {
-                    let len = *count as usize * dtype.size();
-                    tensor.write(*offset, &pack[at..at + len])?;
-                    at += len;
-                }
-            }
-        }
-        Ok(())
+        self.engine.all_reduce_many(items, dtype, op)
     }
 
     /// Uses `algorithm` from the next call on wherever it serves, as `WCCL_ALGO` does; `None` leaves the choice to table and
@@ -402,7 +317,113 @@ impl Engine {
         self.schedules = Schedules::default();
     }
 
-    fn all_to_all_v(&mut self, io: Io<'_>, send: &[u64], recv: &[u64], dtype: DataType) -> Result<(), Error> {
+    /// A call with a count for each rank.
+    pub(super) fn counted(&mut self, io: Io<'_>, call: Call, counts: &[u64]) -> Result<(), Error> {
+        let count = self.check_counts(call.op, counts, call.dtype)?;
+        self.listed(io, Call { count, ..call }, Lists::Counts(counts))
+    }
+
+    pub(super) fn permute(&mut self, io: Io<'_>, call: Call, pairs: &[(usize, usize)]) -> Result<(), Error> {
+        let n = self.plane.core.nranks;
+        let (mut sends, mut gets) = ([false; MAX_LOCAL_RANKS], [false; MAX_LOCAL_RANKS]);
+        for (a, b) in pairs {
+            if *a >= n || *b >= n {
+                return Err(bad(format!("permute: pair ({a}, {b}) is not of the {n} ranks")));
+            }
+            let twice = std::mem::replace(&mut sends[*a], true) || std::mem::replace(&mut gets[*b], true);
+            if twice {
+                return Err(bad(format!("permute: pair ({a}, {b}) sends from or to a rank a second time")));
+            }
+        }
+        self.listed(io, call, Lists::Pairs(pairs))
+    }
+
+    pub(super) fn all_reduce_many<T, B>(
+        &mut self,
+        items: &mut [ReductionOf<T, B>],
+        dtype: DataType,
+        op: ReduceOp,
+    ) -> Result<(), Error>
+    where
+        T: Deref<Target = Tensor>,
+        B: DerefMut<Target = [u8]>,
+    {
+        // All are looked at before the first one moves.
+        if let Some(i) = items.iter().position(|item| !item.fits(dtype)) {
+            return Err(bad(format!(
+                "all_reduce_many on rank {}: buffer {i} is not whole {dtype} elements, or not inside its tensor",
+                self.plane.core.rank
+            )));
+        }
+        let call = Call { redop: op, ..call(Op::AllReduce, dtype, 0) };
+        let mut pack = std::mem::take(&mut self.schedules.scratch.0);
+        let mut at = 0;
+        let mut done = Ok(());
+        while at < items.len() && done.is_ok() {
+            let mut end = at;
+            let mut bytes = 0;
+            while end < items.len() && bytes + items[end].bytes(dtype) <= PACK_BYTES {
+                bytes += items[end].bytes(dtype);
+                end += 1;
+            }
+            done = if end > at + 1 {
+                pack.clear();
+                pack.resize(bytes, 0);
+                self.reduce_packed(&mut items[at..end], &mut pack, call)
+            } else {
+                end = at + 1;
+                let count = (items[at].bytes(dtype) / dtype.size()) as u64;
+                let io = match &mut items[at] {
+                    ReductionOf::Host(bytes) => Io::HostInPlace(bytes),
+                    ReductionOf::Device { tensor, offset, .. } => {
+                        Io::Device { src: (tensor, *offset), dst: (tensor, *offset) }
+                    }
+                };
+                self.collective(io, None, Call { count, ..call })
+            };
+            at = end;
+        }
+        pack.clear();
+        self.schedules.scratch.0 = pack;
+        done
+    }
+
+    /// Reduces items as one, in `pack`, which has room for just these.
+    fn reduce_packed<T, B>(&mut self, items: &mut [ReductionOf<T, B>], pack: &mut [u8], call: Call) -> Result<(), Error>
+    where
+        T: Deref<Target = Tensor>,
+        B: DerefMut<Target = [u8]>,
+    {
+        let mut rest = &mut *pack;
+        for item in items.iter() {
+            let (piece, behind) = rest.split_at_mut(item.bytes(call.dtype));
+            match item {
+                ReductionOf::Host(bytes) => piece.copy_from_slice(bytes),
+                ReductionOf::Device { tensor, offset, .. } => tensor.read(*offset, piece)?,
+            }
+            rest = behind;
+        }
+        let count = (pack.len() / call.dtype.size()) as u64;
+        self.collective(Io::HostInPlace(pack), None, Call { count, ..call })?;
+        let mut rest = &*pack;
+        for item in items.iter_mut() {
+            let (piece, behind) = rest.split_at(item.bytes(call.dtype));
+            match item {
+                ReductionOf::Host(bytes) => bytes.copy_from_slice(piece),
+                ReductionOf::Device { tensor, offset, .. } => tensor.write(*offset, piece)?,
+            }
+            rest = behind;
+        }
+        Ok(())
+    }
+
+    pub(super) fn all_to_all_v(
+        &mut self,
+        io: Io<'_>,
+        send: &[u64],
+        recv: &[u64],
+        dtype: DataType,
+    ) -> Result<(), Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         let op = Op::AllToAllV;
         let size = dtype.size() as u64;
@@ -423,7 +444,7 @@ impl Engine {
             })
         });
         self.give_scratch(mine, all);
-        self.execute(&*found?, input, output, None, None, 1.0)
+        self.execute(&*found?, input, output)
     }
 
     /// The schedule of a call with lists, found by their bytes, or made and kept.
@@ -433,29 +454,23 @@ impl Engine {
         lists: &[u8],
         make: impl FnOnce(&mut Engine) -> Result<Arc<Sealed>, Error>,
     ) -> Result<Arc<Sealed>, Error> {
-        if let Some(s) = self.schedules.find_listed(&key, lists) {
+        if let Some(s) = self.schedules.listed.find(&key, lists) {
             return Ok(s);
         }
         let s = make(self)?;
-        self.schedules.keep_listed(key, lists, s.clone());
+        self.schedules.listed.keep(key, lists, s.clone());
         Ok(s)
     }
 
-    /// Runs a schedule; a failure that breaks the communicator leaves its flight records.
+    /// Runs the schedule of a call that names no peers and scales nothing.
     pub(super) fn execute(
         &mut self,
         schedule: &Sealed,
         input: LocalMem<'_>,
         output: LocalMem<'_>,
-        dst: Option<usize>,
-        src: Option<usize>,
-        scale: f32,
     ) -> Result<(), Error> {
-        let args = CallArgs { dst, src, scale, timeout: self.timeout };
-        self.lane.run(schedule, input, output, &args).map_err(|e| {
-            self.plane.dump_once(&e);
-            e.into()
-        })
+        let args = CallArgs { dst: None, src: None, scale: 1.0, timeout: self.timeout };
+        run(&mut self.lane, &self.plane, schedule, input, output, &args)
     }
 
     fn check_counts(&self, op: Op, counts: &[u64], dtype: DataType) -> Result<u64, Error> {
@@ -500,10 +515,7 @@ impl Engine {
             return Err(Error::Bug("a schedule that was just compiled is not there".into()));
         };
         let args = CallArgs { dst: call.dst, src: call.src, scale: scale.unwrap_or(1.0), timeout: self.timeout };
-        self.lane.run(schedule, input, output, &args).map_err(|e| {
-            self.plane.dump_once(&e);
-            e.into()
-        })
+        run(&mut self.lane, &self.plane, schedule, input, output, &args)
     }
 
     /// A call whose lists this rank has whole.
@@ -517,7 +529,7 @@ impl Engine {
         lists.bytes(&mut key);
         let schedule = self.listed_schedule(call, &key, |engine| engine.compile_listed(&call, lists));
         self.give_scratch(key, other);
-        self.execute(&*schedule?, input, output, None, None, 1.0)
+        self.execute(&*schedule?, input, output)
     }
 
     /// Checks a call; answers what buffers it needs.
@@ -565,7 +577,7 @@ impl Engine {
         let schedule = match self.schedules.exchanges.get(&(op, dtype, words)).cloned() {
             Some(s) => s,
             None => {
-                self.reach_all()?;
+                self.reach_all(op)?;
                 let s = enc::compile_exchange(op, dtype, words, rank, n).map_err(|e| Error::Bug(e.to_string()))?;
                 let s = Arc::new(self.linked(s)?);
                 if self.schedules.exchanges.len() >= MAX_SCHEDULES {
@@ -578,7 +590,7 @@ impl Engine {
         all.clear();
         all.resize(mine.len() * n, 0);
         let (input, output) = (LocalMem::input(mine), LocalMem::output(all));
-        self.execute(&schedule, input, output, None, None, 1.0)
+        self.execute(&schedule, input, output)
     }
 
     /// The schedule of a call with lists, not looked up.
@@ -592,16 +604,17 @@ impl Engine {
         let said = policy.decide(call, n);
         let said = if matches!(said.why, Why::Forced | Why::Row(_)) { Some(said.algorithm) } else { self.forced };
         let algorithm = enc::choose_with(call, lists, n, said, policy.one_hop_max);
-        self.reach_all()?;
+        self.reach_all(call.op)?;
         let s = enc::compile_with(call, lists, rank, n, algorithm, &self.rings);
         Ok(Arc::new(self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)?))
     }
 
     /// Makes sure that every pair is connected.
-    fn reach_all(&self) -> Result<(), Error> {
+    fn reach_all(&self, op: Op) -> Result<(), Error> {
         self.plane.core.endpoint.usable()?;
         // The others go on to an operation that this rank cannot join: they learn why.
-        self.plane.connect_all().inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
+        let connected = self.plane.connect_all(op.name(), self.timeout);
+        connected.inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
     }
 
     /// Fails if a schedule needs a peer that was never linked.
@@ -656,7 +669,7 @@ impl Engine {
             )));
         }
         if algorithm != Algorithm::Ring {
-            self.reach_all()?;
+            self.reach_all(call.op)?;
         }
         let s = enc::compile(call, rank, n, algorithm, &self.rings).map_err(|e| Error::Bug(e.to_string()))?;
         let s = Arc::new(self.linked(s)?);
@@ -666,6 +679,21 @@ impl Engine {
         self.schedules.all.insert((*call, algorithm), s.clone());
         Ok(s)
     }
+}
+
+/// Runs a schedule in a lane; a failure that breaks the communicator leaves its flight records.
+fn run(
+    lane: &mut Lane,
+    plane: &Plane,
+    schedule: &Sealed,
+    input: LocalMem<'_>,
+    output: LocalMem<'_>,
+    args: &CallArgs,
+) -> Result<(), Error> {
+    lane.run(schedule, input, output, args).map_err(|e| {
+        plane.dump_once(&e);
+        e.into()
+    })
 }
 
 fn too_long(op: Op) -> Error {

@@ -1,5 +1,6 @@
 //! A communicator: one rank's membership, its control plane (an instance of the library) and its data plane.
 
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -72,6 +73,42 @@ pub struct Communicator {
     pub(super) device: NeuronDeviceInfo,
     /// Communicators made of it.
     pub(super) groups: Groups,
+}
+
+/// A communicator or stream that has another deadline until this is dropped; made by [`Communicator::within`] and
+/// [`Stream::within`].
+#[derive(Debug)]
+pub struct Within<'a, T> {
+    of: &'a mut T,
+    before: Duration,
+    set: fn(&mut T, Duration),
+}
+
+impl<'a, T> Within<'a, T> {
+    pub(super) fn new(of: &'a mut T, before: Duration, timeout: Duration, set: fn(&mut T, Duration)) -> Self {
+        set(of, timeout);
+        Within { of, before, set }
+    }
+}
+
+impl<T> Deref for Within<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.of
+    }
+}
+
+impl<T> DerefMut for Within<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.of
+    }
+}
+
+impl<T> Drop for Within<'_, T> {
+    fn drop(&mut self) {
+        (self.set)(self.of, self.before);
+    }
 }
 
 pub(super) fn bad(what: String) -> Error {
@@ -228,6 +265,15 @@ impl Communicator {
         self.engine.timeout = timeout;
     }
 
+    /// The communicator with another deadline, for one call: `comm.within(deadline).barrier()`; or for several, until what
+    /// this answers is dropped, which gives the old deadline back.
+    ///
+    /// [`Duration::ZERO`] is an operation that fails as soon as it would have to wait for a peer that has not come;
+    /// [`Duration::MAX`] is one that waits for ever, for a peer that lives.
+    pub fn within(&mut self, timeout: Duration) -> Within<'_, Communicator> {
+        Within::new(self, self.timeout(), timeout, Communicator::set_timeout)
+    }
+
     /// Stream `index` of [`Communicator::STREAMS`]: operations that run in the background, in order among themselves and side
     /// by side with other streams and with blocking calls. All ranks use the same streams for the same operations. Each can
     /// be taken once; its thread starts here and inherits this one's affinity. Deadline and algorithm are the
@@ -238,7 +284,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Usage`] for a stream that does not exist or was taken, or before [`Communicator::build_graph`];
-    /// [`Error::System`] if there can be no further thread, [`Error::Op`] if there is no memory for it.
+    /// [`Error::Connecting`] if not all ranks come before the deadline of operations is over; [`Error::System`] if there can be no further thread, [`Error::Op`] if there is no memory for it.
     pub fn stream(&self, index: usize) -> Result<Stream, Error> {
         if self.rings.is_empty() && self.nranks() > 1 {
             return Err(bad(format!("rank {}: call build_graph on all ranks before taking a stream", self.rank())));
@@ -246,12 +292,13 @@ impl Communicator {
         if index >= Self::STREAMS {
             return Err(bad(format!("stream {index} does not exist; there are {}, from 0", Self::STREAMS)));
         }
-        self.plane.connect_all().inspect_err(|e| self.core().endpoint.fail(&e.to_string()))?;
+        let connected = self.plane.connect_all("taking a stream", self.timeout());
+        connected.inspect_err(|e| self.core().endpoint.fail(&e.to_string()))?;
         let Some(lane) = self.core().endpoint.lane(index + 1)? else {
             return Err(bad(format!("stream {index} of rank {} was taken before", self.rank())));
         };
         let engine = self.engine.beside(lane);
-        Stream::start(index, engine, self.rank())
+        Stream::start(index, engine)
     }
 
     /// Streams of a communicator.
@@ -360,9 +407,9 @@ impl Communicator {
     /// Connects every pair of ranks (slot 7); called once, by all ranks, before the first schedule that needs it.
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Entry`], [`Error::Stopped`], [`Error::Connecting`] if the deadline of operations is over before.
     pub fn expand_connectivity(&self) -> Result<(), Error> {
-        self.plane.expand_connectivity()
+        self.plane.expand_connectivity("expand_connectivity", self.timeout())
     }
 
     /// Allocates `bytes` of this core's device memory, zeroed.

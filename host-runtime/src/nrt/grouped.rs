@@ -1,4 +1,4 @@
-//! Groups: sends and receives of tensors, several to and from several ranks, issued as one operation.
+//! Groups: sends and receives of tensors, several to and from several ranks, issued as one operation, blocking or on a stream.
 //!
 //! A rank knows only its own. So a group begins with a small exchange of all descriptions (rank, offset in device memory,
 //! bytes, type), in one hop; a second one follows if a rank has more than [`GROUP_AT_ONCE`]. Every rank then matches all of
@@ -6,31 +6,38 @@
 //! A repeated group is found by its descriptions: it costs the exchange and their comparison.
 
 use std::collections::HashMap;
+use std::ops::Deref;
+use std::sync::Arc;
 
 use hw_bridge::dtype::DataType;
 use hw_bridge::hbm::HbmBuf;
 use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{LocalMem, OpError};
+use hw_bridge::sequencer::{LocalMem, OpError, Sealed};
 
-use super::collectives::call;
+use super::collectives::{Engine, call};
 use super::communicator::{Communicator, bad};
+use super::streams::{Request, Stream};
 use super::tensor::Tensor;
-use crate::enc::{Lists, Move};
+use crate::enc::{Call, Lists, Move};
 use crate::error::Error;
+use crate::hw::objects::CommCore;
 use crate::limits::{GROUP_AT_ONCE, MAX_GROUP};
 
 /// Words of one description.
 const WORDS: usize = 3;
 
-/// Sends and receives to be issued as one; made by [`Communicator::group`]. All ranks make a group, if an empty one.
+/// Sends and receives to be issued as one; made by [`Communicator::group`], which borrows the tensors, or by
+/// [`Stream::group`], which owns them meanwhile. All ranks make a group, if an empty one.
 ///
 /// The sends of one rank to another are matched with that one's receives from it, in order. A rank may send to itself. What is
 /// received must not overlap anything else of the group on that rank.
 #[derive(Debug)]
-pub struct Group<'c, 't> {
-    comm: &'c mut Communicator,
+pub struct Group<I, T> {
+    /// What issues it.
+    issuer: I,
+    core: Arc<CommCore>,
     words: Vec<u64>,
-    tensors: Vec<&'t HbmBuf>,
+    tensors: Vec<T>,
 }
 
 /// One send or receive as it is exchanged.
@@ -69,53 +76,46 @@ impl Entry {
 
 impl Communicator {
     /// Begins a group of sends and receives.
-    pub fn group<'t>(&mut self) -> Group<'_, 't> {
-        Group { comm: self, words: Vec::new(), tensors: Vec::new() }
+    pub fn group<'t>(&mut self) -> Group<&mut Communicator, &'t Tensor> {
+        Group { core: self.core().clone(), issuer: self, words: Vec::new(), tensors: Vec::new() }
     }
 }
 
-impl<'t> Group<'_, 't> {
-    /// Sends `count` elements of `tensor` from byte `offset` on to rank `peer`.
+impl Stream {
+    /// As [`Communicator::group`], to be run in the background.
+    pub fn group(&mut self) -> Group<&mut Stream, Arc<Tensor>> {
+        Group { core: self.core().clone(), issuer: self, words: Vec::new(), tensors: Vec::new() }
+    }
+}
+
+impl<I, T: Deref<Target = Tensor>> Group<I, T> {
+    /// Sends `count` elements of `tensor` from byte `at` on to rank `peer`.
     ///
     /// # Errors
     /// [`Error::Usage`] if they are not inside the tensor, the rank does not exist or the group is full;
     /// [`Error::Op`] for a tensor of another core. The group stays as it was.
-    pub fn send(
-        &mut self,
-        tensor: &'t Tensor,
-        offset: u64,
-        count: u64,
-        dtype: DataType,
-        peer: usize,
-    ) -> Result<&mut Self, Error> {
-        self.add(true, tensor, offset, count, dtype, peer)
+    pub fn send(&mut self, tensor: T, at: u64, count: u64, dtype: DataType, peer: usize) -> Result<&mut Self, Error> {
+        self.add(true, tensor, at, count, dtype, peer)
     }
 
-    /// Receives `count` elements from rank `peer` into `tensor` from byte `offset` on.
+    /// Receives `count` elements from rank `peer` into `tensor` from byte `at` on.
     ///
     /// # Errors
     /// As [`Group::send`].
-    pub fn recv(
-        &mut self,
-        tensor: &'t Tensor,
-        offset: u64,
-        count: u64,
-        dtype: DataType,
-        peer: usize,
-    ) -> Result<&mut Self, Error> {
-        self.add(false, tensor, offset, count, dtype, peer)
+    pub fn recv(&mut self, tensor: T, at: u64, count: u64, dtype: DataType, peer: usize) -> Result<&mut Self, Error> {
+        self.add(false, tensor, at, count, dtype, peer)
     }
 
     fn add(
         &mut self,
         sends: bool,
-        tensor: &'t Tensor,
-        offset: u64,
+        t: T,
+        at: u64,
         count: u64,
         dtype: DataType,
         peer: usize,
     ) -> Result<&mut Self, Error> {
-        let (rank, n) = (self.comm.rank(), self.comm.nranks());
+        let (rank, n) = (self.core.rank, self.core.nranks);
         let which = if sends { "send" } else { "receive" };
         if peer >= n {
             return Err(bad(format!("group: a {which} names rank {peer}, which is not one of the {n} ranks")));
@@ -126,73 +126,85 @@ impl<'t> Group<'_, 't> {
             )));
         }
         let bytes = count.checked_mul(dtype.size() as u64);
-        let Some(bytes) = bytes.filter(|b| b.checked_add(offset).is_some_and(|end| end <= tensor.len())) else {
+        let Some(bytes) = bytes.filter(|b| b.checked_add(at).is_some_and(|end| end <= t.len())) else {
             return Err(bad(format!(
-                "group: a {which} on rank {rank} of {count} {dtype} elements at offset {offset} is not inside a tensor of {} \
-                 bytes",
-                tensor.len()
+                "group: a {which} on rank {rank} of {count} {dtype} elements at offset {at} is not inside a tensor of {} bytes",
+                t.len()
             )));
         };
-        if !std::ptr::eq(&**tensor.0.hbm(), &**self.comm.core().endpoint.hbm()) {
+        if !std::ptr::eq(&**t.0.hbm(), &**self.core.endpoint.hbm()) {
             return Err(OpError::WrongCore { rank, which: if sends { "input" } else { "output" } }.into());
         }
-        let at = tensor.0.offset() + offset;
+        let at = t.0.offset() + at;
         self.words.extend(Entry { peer, sends, dtype: dtype.nrt(), at, bytes }.pack());
-        self.tensors.push(&tensor.0);
+        self.tensors.push(t);
         Ok(self)
     }
+}
 
+impl Group<&mut Communicator, &Tensor> {
     /// Issues them. All ranks call it.
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`]. Sends and receives that do not match, or overlap, are an [`Error::Usage`] on all ranks
     /// that names both sides; nothing has moved, and the communicator goes on.
     pub fn run(self) -> Result<(), Error> {
-        let Group { comm, words, tensors } = self;
-        comm.engine.check_ready(Op::Group)?;
-        let (mut mine, mut all) = comm.engine.take_scratch();
-        let done = exchange_and_run(comm, &words, &tensors, &mut mine, &mut all);
-        comm.engine.give_scratch(mine, all);
-        done
+        self.issuer.engine.group(&self.words, &self.tensors)
     }
 }
 
-fn exchange_and_run(
-    comm: &mut Communicator,
-    words: &[u64],
-    tensors: &[&HbmBuf],
-    mine: &mut Vec<u8>,
-    all: &mut Vec<u8>,
-) -> Result<(), Error> {
-    let n = comm.nranks();
-    let entries = words.len() / WORDS;
-    // Once with the first few, and again with all if a rank has more.
-    let mut room = GROUP_AT_ONCE;
-    loop {
-        mine.clear();
-        mine.extend((entries as u64).to_le_bytes());
-        mine.extend(words.iter().take(room * WORDS).flat_map(|w| w.to_le_bytes()));
-        mine.resize(8 * (1 + room * WORDS), 0);
-        comm.engine.exchange(Op::Group, DataType::Uint8, mine, all)?;
-        let most = all.chunks(mine.len()).map(|theirs| word(theirs, 0)).max().unwrap_or(0);
-        if most > MAX_GROUP as u64 {
-            return Err(bad(format!("group: a rank announced {most} sends and receives, {MAX_GROUP} is the most")));
-        }
-        if most as usize <= room {
-            break;
-        }
-        room = most as usize;
+impl Group<&mut Stream, Arc<Tensor>> {
+    /// Issues them in the background; the request gives the tensors back. All ranks call it.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`]. What comes with the request is as in the blocking form.
+    pub fn run(self) -> Result<Request<Vec<Arc<Tensor>>>, Error> {
+        let words = self.words;
+        self.issuer.issue(Op::Group, self.tensors, move |engine, tensors| engine.group(&words, tensors))
     }
-    let key = call(Op::Group, DataType::Uint8, 0);
-    let schedule = comm.engine.listed_schedule(key, all, |engine| {
-        let words: Vec<u64> = (0..all.len() / 8).map(|i| word(all, i)).collect();
-        let moves = matched(&words, n)?;
-        let count = moves.iter().map(|m| m.bytes).fold(0u64, u64::saturating_add);
-        engine.compile_listed(&call(Op::Group, DataType::Uint8, count), Lists::Moves(&moves))
-    })?;
-    let hbm = comm.core().endpoint.hbm().clone();
-    let arena = LocalMem::arena(&hbm, tensors);
-    comm.engine.execute(&schedule, arena, arena, None, None, 1.0)
+}
+
+impl Engine {
+    fn group<T: Deref<Target = Tensor>>(&mut self, words: &[u64], tensors: &[T]) -> Result<(), Error> {
+        self.check_ready(Op::Group)?;
+        let (mut mine, mut all) = self.take_scratch();
+        let schedule = self.group_schedule(words, &mut mine, &mut all);
+        self.give_scratch(mine, all);
+        let hbm = self.plane.core.endpoint.hbm().clone();
+        let tensors: Vec<&HbmBuf> = tensors.iter().map(|t| &t.0).collect();
+        let arena = LocalMem::arena(&hbm, &tensors);
+        self.execute(&*schedule?, arena, arena)
+    }
+
+    /// Exchanges the descriptions of all ranks; answers the schedule that follows from them.
+    fn group_schedule(&mut self, words: &[u64], mine: &mut Vec<u8>, all: &mut Vec<u8>) -> Result<Arc<Sealed>, Error> {
+        let n = self.plane.core.nranks;
+        let entries = words.len() / WORDS;
+        // Once with the first few, and again with all if a rank has more.
+        let mut room = GROUP_AT_ONCE;
+        loop {
+            mine.clear();
+            mine.extend((entries as u64).to_le_bytes());
+            mine.extend(words.iter().take(room * WORDS).flat_map(|w| w.to_le_bytes()));
+            mine.resize(8 * (1 + room * WORDS), 0);
+            self.exchange(Op::Group, DataType::Uint8, mine, all)?;
+            let most = all.chunks(mine.len()).map(|theirs| word(theirs, 0)).max().unwrap_or(0);
+            if most > MAX_GROUP as u64 {
+                return Err(bad(format!("group: a rank announced {most} sends and receives, {MAX_GROUP} is the most")));
+            }
+            if most as usize <= room {
+                break;
+            }
+            room = most as usize;
+        }
+        let key = call(Op::Group, DataType::Uint8, 0);
+        self.listed_schedule(key, all, |engine| {
+            let words: Vec<u64> = (0..all.len() / 8).map(|i| word(all, i)).collect();
+            let moves = matched(&words, n)?;
+            let count = moves.iter().map(|m| m.bytes).fold(0u64, u64::saturating_add);
+            engine.compile_listed(&Call { count, ..key }, Lists::Moves(&moves))
+        })
+    }
 }
 
 fn word(bytes: &[u8], i: usize) -> u64 {

@@ -16,6 +16,8 @@
 //! let buffers = request.wait()?;                              // or test(), or wait_for(patience)
 //! ```
 //!
+//! With a deadline of its own: `comm.within(deadline).barrier()?`, `stream.within(deadline).barrier()?`.
+//!
 //! Some of the ranks: [`groups`]. Several sends and receives as one: [`Communicator::group`].
 
 mod collectives;
@@ -28,8 +30,8 @@ mod runtime;
 mod streams;
 mod tensor;
 
-pub use collectives::{Peers, Reduction};
-pub use communicator::{CommOptions, Communicator, Rendezvous};
+pub use collectives::{OwnedReduction, Peers, Reduction, ReductionOf};
+pub use communicator::{CommOptions, Communicator, Rendezvous, Within};
 pub use grouped::Group;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use streams::{Buffers, Finished, Request, Stream};

@@ -6,7 +6,9 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
+use std::time::{Duration, Instant};
 
+use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
 use wasmtime::component::Resource;
 
@@ -16,7 +18,7 @@ use crate::bindings::exports::neuron::nccom::collectives::NetConnectivity;
 use crate::error::Error;
 use crate::forward::Forward;
 use crate::hw::objects::{CommCore, CommunicatorObject};
-use crate::plugin::Instance;
+use crate::plugin::{Instance, bounded};
 use crate::tenant::lock;
 
 #[derive(Debug)]
@@ -75,24 +77,40 @@ impl Plane {
         }
     }
 
-    /// Has the library connect every pair, once.
-    pub(super) fn expand_connectivity(&self) -> Result<(), Error> {
+    /// Has the library connect every pair, once, within the deadline of the operation `what` that needs it.
+    pub(super) fn expand_connectivity(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
         let mut expanded = lock(&self.expanded);
+        let endpoint = &self.core.endpoint;
         // Whoever had the lock may have broken the communicator in there.
-        self.core.endpoint.usable()?;
-        if !*expanded {
-            self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh))?;
-            *expanded = true;
+        endpoint.usable()?;
+        if *expanded {
+            return Ok(());
         }
+        // A neighbour that gave up waiting for this rank has said why; its connections would not.
+        let failed = endpoint.peer_controls().map(|c| c.state()).find(|(state, _)| *state == RankState::Failed);
+        if let Some((_, why)) = failed {
+            endpoint.fail(&why);
+            endpoint.usable()?;
+        }
+        // A deadline beyond what the clock can say is none.
+        let until = Instant::now().checked_add(timeout);
+        let connect = || self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh));
+        bounded(until, connect).map_err(|e| match until {
+            Some(until) if until <= Instant::now() => {
+                Error::Connecting { what, rank: self.core.rank, after: timeout, source: Box::new(e) }
+            }
+            _ => e,
+        })?;
+        *expanded = true;
         Ok(())
     }
 
     /// Has the library connect what is more than ring neighbours, once (INV-81). The exchange needs every rank, so all decide
     /// alike: by the size alone, never by what this rank happens to be linked to. Whichever stream needs it first does it;
     /// the others wait.
-    pub(crate) fn connect_all(&self) -> Result<(), Error> {
+    pub(crate) fn connect_all(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
         // With three ranks everybody is a ring neighbour.
-        if self.core.nranks <= 3 { Ok(()) } else { self.expand_connectivity() }
+        if self.core.nranks <= 3 { Ok(()) } else { self.expand_connectivity(what, timeout) }
     }
 }
 

@@ -3,6 +3,8 @@
 //! A [`Stream`] has a lane of the communicator and a thread, which sleeps while there is nothing to do. A call hands its
 //! buffers over and answers a [`Request`] at once; the buffers come back with the result. Nothing calls back.
 //!
+//! Every call goes through [`Stream::issue`], which takes whatever the blocking form does with its [`Engine`].
+//!
 //! A request that is dropped lets its operation run on; the buffers are freed when it has ended. A stream that is dropped
 //! ends what was issued first; to end it sooner, abort the communicator.
 
@@ -14,11 +16,12 @@ use std::time::Duration;
 use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 
-use super::collectives::{Engine, Peers, call};
-use super::communicator::bad;
+use super::collectives::{Engine, OwnedReduction, Peers, call};
+use super::communicator::{Within, bad};
 use super::tensor::{Io, Tensor};
 use crate::enc::Call;
 use crate::error::Error;
+use crate::hw::objects::CommCore;
 
 /// Buffers of an operation in the background, which it owns meanwhile.
 #[derive(Debug)]
@@ -67,23 +70,23 @@ impl Buffers {
 
 /// How an operation ended: its buffers, and the error if it failed.
 #[derive(Debug)]
-pub struct Finished {
+pub struct Finished<B = Buffers> {
     /// The buffers that were handed over.
-    pub buffers: Buffers,
+    pub buffers: B,
     /// The result.
     pub result: Result<(), Error>,
 }
 
-/// An operation in the background.
+/// An operation in the background, which has the buffers `B` meanwhile.
 #[derive(Debug)]
-pub struct Request {
+pub struct Request<B = Buffers> {
     what: &'static str,
     stream: usize,
     rank: usize,
-    answer: Receiver<Finished>,
+    answer: Receiver<Finished<B>>,
 }
 
-impl Request {
+impl<B> Request<B> {
     fn lost(&self) -> Error {
         Error::Bug(format!("stream {} of rank {} ended without an answer to {}", self.stream, self.rank, self.what))
     }
@@ -92,7 +95,7 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::Bug`] only; how the operation ended is in [`Finished`].
-    pub fn test(self) -> Result<Result<Finished, Request>, Error> {
+    pub fn test(self) -> Result<Result<Finished<B>, Request<B>>, Error> {
         match self.answer.try_recv() {
             Ok(finished) => Ok(Ok(finished)),
             Err(TryRecvError::Empty) => Ok(Err(self)),
@@ -105,7 +108,7 @@ impl Request {
     ///
     /// # Errors
     /// The operation's, as the blocking call's.
-    pub fn wait(self) -> Result<Buffers, Error> {
+    pub fn wait(self) -> Result<B, Error> {
         let finished = self.answer.recv().map_err(|_| self.lost())?;
         finished.result.map(|()| finished.buffers)
     }
@@ -114,7 +117,7 @@ impl Request {
     ///
     /// # Errors
     /// [`Error::Bug`] only; how the operation ended is in [`Finished`].
-    pub fn wait_for(self, patience: Duration) -> Result<Result<Finished, Request>, Error> {
+    pub fn wait_for(self, patience: Duration) -> Result<Result<Finished<B>, Request<B>>, Error> {
         match self.answer.recv_timeout(patience) {
             Ok(finished) => Ok(Ok(finished)),
             Err(RecvTimeoutError::Timeout) => Ok(Err(self)),
@@ -123,44 +126,35 @@ impl Request {
     }
 }
 
-struct Order {
-    call: Call,
-    buffers: Buffers,
-    timeout: Duration,
-    answer: Sender<Finished>,
-}
+/// Does an operation and answers its request.
+type Order = Box<dyn FnOnce(&mut Engine) + Send>;
 
 /// A sequence of operations in the background.
 #[derive(Debug)]
 pub struct Stream {
     index: usize,
-    rank: usize,
+    core: Arc<CommCore>,
     timeout: Duration,
     orders: Option<Sender<Order>>,
     thread: Option<JoinHandle<()>>,
 }
 
-fn work(mut engine: Engine, orders: &Receiver<Order>) {
-    while let Ok(mut order) = orders.recv() {
-        engine.timeout = order.timeout;
-        let result = engine.collective(order.buffers.io(), None, order.call);
-        // Nobody may be interested.
-        let _ = order.answer.send(Finished { buffers: order.buffers, result });
-    }
-}
-
 impl Stream {
-    pub(super) fn start(index: usize, engine: Engine, rank: usize) -> Result<Stream, Error> {
-        let timeout = engine.timeout;
-        let (orders, queue) = channel();
+    pub(super) fn start(index: usize, mut engine: Engine) -> Result<Stream, Error> {
+        let (core, timeout) = (engine.plane.core.clone(), engine.timeout);
+        let (orders, queue) = channel::<Order>();
         let thread = std::thread::Builder::new()
             .name(format!("wccl-stream-{index}"))
-            .spawn(move || work(engine, &queue))
+            .spawn(move || queue.iter().for_each(|order| order(&mut engine)))
             .map_err(|source| Error::System {
-                what: format!("starting the thread of stream {index} of rank {rank} "),
+                what: format!("starting the thread of stream {index} of rank {} ", core.rank),
                 source,
             })?;
-        Ok(Stream { index, rank, timeout, orders: Some(orders), thread: Some(thread) })
+        Ok(Stream { index, core, timeout, orders: Some(orders), thread: Some(thread) })
+    }
+
+    pub(super) fn core(&self) -> &Arc<CommCore> {
+        &self.core
     }
 
     /// Deadline of the operations issued from now on.
@@ -168,16 +162,38 @@ impl Stream {
         self.timeout = timeout;
     }
 
-    fn issue(&mut self, buffers: Buffers, call: Call) -> Result<Request, Error> {
+    /// The stream with another deadline, for one call: `stream.within(deadline).barrier()`. As
+    /// [`super::Communicator::within`].
+    pub fn within(&mut self, timeout: Duration) -> Within<'_, Stream> {
+        Within::new(self, self.timeout, timeout, Stream::set_timeout)
+    }
+
+    /// Has the stream's thread do `work`, with the deadline of now, when what was issued before it has ended.
+    pub(super) fn issue<B: Send + 'static>(
+        &mut self,
+        op: Op,
+        mut buffers: B,
+        work: impl FnOnce(&mut Engine, &mut B) -> Result<(), Error> + Send + 'static,
+    ) -> Result<Request<B>, Error> {
+        let (stream, rank, timeout) = (self.index, self.core.rank, self.timeout);
         if hw_bridge::fork::in_child() {
-            return Err(Error::Forked { what: format!("stream {} of rank {}", self.index, self.rank) });
+            return Err(Error::Forked { what: format!("stream {stream} of rank {rank}") });
         }
-        let (answer, receiver) = channel();
-        let what = call.op.name();
-        let gone = || bad(format!("stream {} of rank {} has ended", self.index, self.rank));
-        let orders = self.orders.as_ref().ok_or_else(gone)?;
-        orders.send(Order { call, buffers, timeout: self.timeout, answer }).map_err(|_| gone())?;
-        Ok(Request { what, stream: self.index, rank: self.rank, answer: receiver })
+        let (sender, answer) = channel();
+        let order: Order = Box::new(move |engine| {
+            engine.timeout = timeout;
+            let result = work(engine, &mut buffers);
+            // Nobody may be interested.
+            let _ = sender.send(Finished { buffers, result });
+        });
+        let gone = || bad(format!("stream {stream} of rank {rank} has ended"));
+        self.orders.as_ref().ok_or_else(gone)?.send(order).map_err(|_| gone())?;
+        Ok(Request { what: op.name(), stream, rank, answer })
+    }
+
+    /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
+    fn collective(&mut self, b: Buffers, scale: Option<f32>, call: Call) -> Result<Request, Error> {
+        self.issue(call.op, b, move |engine, b| engine.collective(b.io(), scale, call))
     }
 
     /// As [`super::Communicator::all_reduce`], in the background.
@@ -185,7 +201,7 @@ impl Stream {
     /// # Errors
     /// [`Error::Usage`] if the stream has ended, [`Error::Forked`]; whatever else is wrong comes with the request.
     pub fn all_reduce(&mut self, b: Buffers, count: u64, dtype: DataType, op: ReduceOp) -> Result<Request, Error> {
-        self.issue(b, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
+        self.collective(b, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
     }
 
     /// As [`super::Communicator::all_gather`], in the background.
@@ -193,7 +209,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::all_reduce`].
     pub fn all_gather(&mut self, b: Buffers, count: u64, dtype: DataType) -> Result<Request, Error> {
-        self.issue(b, call(Op::AllGather, dtype, count))
+        self.collective(b, None, call(Op::AllGather, dtype, count))
     }
 
     /// As [`super::Communicator::reduce_scatter`], in the background.
@@ -201,7 +217,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::all_reduce`].
     pub fn reduce_scatter(&mut self, b: Buffers, count: u64, dtype: DataType, op: ReduceOp) -> Result<Request, Error> {
-        self.issue(b, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
+        self.collective(b, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
     }
 
     /// As [`super::Communicator::broadcast`], in the background.
@@ -209,7 +225,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::all_reduce`].
     pub fn broadcast(&mut self, b: Buffers, count: u64, dtype: DataType, root: usize) -> Result<Request, Error> {
-        self.issue(b, Call { root, ..call(Op::Broadcast, dtype, count) })
+        self.collective(b, None, Call { root, ..call(Op::Broadcast, dtype, count) })
     }
 
     /// As [`super::Communicator::reduce`], in the background.
@@ -224,7 +240,7 @@ impl Stream {
         op: ReduceOp,
         root: usize,
     ) -> Result<Request, Error> {
-        self.issue(b, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
+        self.collective(b, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
     }
 
     /// As [`super::Communicator::all_to_all`], in the background.
@@ -232,7 +248,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::all_reduce`].
     pub fn all_to_all(&mut self, b: Buffers, count: u64, dtype: DataType) -> Result<Request, Error> {
-        self.issue(b, call(Op::AllToAll, dtype, count))
+        self.collective(b, None, call(Op::AllToAll, dtype, count))
     }
 
     /// As [`super::Communicator::send_recv`], in the background.
@@ -240,7 +256,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::all_reduce`].
     pub fn send_recv(&mut self, b: Buffers, count: u64, dtype: DataType, peers: Peers) -> Result<Request, Error> {
-        self.issue(b, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
+        self.collective(b, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
     }
 
     /// As [`super::Communicator::barrier`], in the background: done when all ranks' streams have come to it.
@@ -248,7 +264,127 @@ impl Stream {
     /// # Errors
     /// As [`Stream::all_reduce`].
     pub fn barrier(&mut self) -> Result<Request, Error> {
-        self.issue(Buffers::none(), call(Op::Barrier, DataType::Uint8, 0))
+        self.collective(Buffers::none(), None, call(Op::Barrier, DataType::Uint8, 0))
+    }
+
+    /// As [`super::Communicator::gather`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn gather(&mut self, b: Buffers, count: u64, dtype: DataType, root: usize) -> Result<Request, Error> {
+        self.collective(b, None, Call { root, ..call(Op::Gather, dtype, count) })
+    }
+
+    /// As [`super::Communicator::scatter`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn scatter(&mut self, b: Buffers, count: u64, dtype: DataType, root: usize) -> Result<Request, Error> {
+        self.collective(b, None, Call { root, ..call(Op::Scatter, dtype, count) })
+    }
+
+    /// As [`super::Communicator::all_gather_v`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn all_gather_v(&mut self, b: Buffers, counts: &[u64], dtype: DataType) -> Result<Request, Error> {
+        self.counted(b, counts, call(Op::AllGatherV, dtype, 0))
+    }
+
+    /// As [`super::Communicator::reduce_scatter_v`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn reduce_scatter_v(
+        &mut self,
+        b: Buffers,
+        counts: &[u64],
+        dtype: DataType,
+        op: ReduceOp,
+    ) -> Result<Request, Error> {
+        self.counted(b, counts, Call { redop: op, ..call(Op::ReduceScatterV, dtype, 0) })
+    }
+
+    fn counted(&mut self, b: Buffers, counts: &[u64], call: Call) -> Result<Request, Error> {
+        let counts = counts.to_vec();
+        self.issue(call.op, b, move |engine, b| engine.counted(b.io(), call, &counts))
+    }
+
+    /// As [`super::Communicator::all_to_all_v`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn all_to_all_v(&mut self, b: Buffers, send: &[u64], recv: &[u64], dtype: DataType) -> Result<Request, Error> {
+        let (send, recv) = (send.to_vec(), recv.to_vec());
+        self.issue(Op::AllToAllV, b, move |engine, b| engine.all_to_all_v(b.io(), &send, &recv, dtype))
+    }
+
+    /// As [`super::Communicator::permute`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn permute(
+        &mut self,
+        b: Buffers,
+        count: u64,
+        dtype: DataType,
+        pairs: &[(usize, usize)],
+    ) -> Result<Request, Error> {
+        let (pairs, call) = (pairs.to_vec(), call(Op::Permute, dtype, count));
+        self.issue(call.op, b, move |engine, b| engine.permute(b.io(), call, &pairs))
+    }
+
+    /// As [`super::Communicator::all_reduce_many`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn all_reduce_many(
+        &mut self,
+        items: Vec<OwnedReduction>,
+        dtype: DataType,
+        op: ReduceOp,
+    ) -> Result<Request<Vec<OwnedReduction>>, Error> {
+        self.issue(Op::AllReduce, items, move |engine, items| engine.all_reduce_many(items, dtype, op))
+    }
+
+    /// As [`super::Communicator::all_reduce_scaled`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn all_reduce_scaled(&mut self, b: Buffers, count: u64, dtype: DataType, scale: f32) -> Result<Request, Error> {
+        let redop = ReduceOp::PreMulSum;
+        self.collective(b, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
+    }
+
+    /// As [`super::Communicator::reduce_scatter_scaled`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn reduce_scatter_scaled(
+        &mut self,
+        b: Buffers,
+        count: u64,
+        dtype: DataType,
+        scale: f32,
+    ) -> Result<Request, Error> {
+        let redop = ReduceOp::PreMulSum;
+        self.collective(b, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
+    }
+
+    /// As [`super::Communicator::reduce_scaled`], in the background.
+    ///
+    /// # Errors
+    /// As [`Stream::all_reduce`].
+    pub fn reduce_scaled(
+        &mut self,
+        b: Buffers,
+        count: u64,
+        dtype: DataType,
+        root: usize,
+        scale: f32,
+    ) -> Result<Request, Error> {
+        let redop = ReduceOp::PreMulSum;
+        self.collective(b, Some(scale), Call { root, redop, ..call(Op::Reduce, dtype, count) })
     }
 }
 

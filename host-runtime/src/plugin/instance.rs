@@ -3,7 +3,7 @@
 //! A trap, a passed deadline or a broken limit poisons the store; the instance then answers every call with the sentence
 //! that says what stopped it. Nothing the host needs for data in flight is inside.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
@@ -19,6 +19,18 @@ use crate::tenant::{Tenant, lock};
 thread_local! {
     /// Instances on this thread's stack, by address of their gate.
     static ON_STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// When the operation gives up for which this thread's next call is made.
+    static UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// Makes one call of an instance, whose waits end at `until`: the wrappers of the entries have the library's parameters and
+/// no more.
+pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
+    UNTIL.set(until);
+    let answer = call();
+    // A call that was refused before it came to its instance has not taken it.
+    UNTIL.set(None);
+    answer
 }
 
 /// A library in its own store.
@@ -63,7 +75,7 @@ impl Instance {
         let engine = super::engine::engine()?;
         let tenant = state.tenant.clone();
         let mut store = state.into_store(engine);
-        store.data_mut().begin_call();
+        store.data_mut().begin_call(None);
         let ticking = Ticking::start();
         let made = library.pre().instantiate(&mut store);
         drop(ticking);
@@ -100,18 +112,19 @@ impl Instance {
         std::ptr::from_ref(self) as usize
     }
 
-    fn enter(&self, entry: &'static str) -> Result<Entered<'_>, Error> {
+    fn enter(&self, entry: &'static str, until: Option<Instant>) -> Result<Entered<'_>, Error> {
         // The engine does not check re-entry in our configuration; entering a store that is on the stack would also be a
         // second borrow of it (INV-10).
         if ON_STACK.with_borrow(|s| s.contains(&self.key())) {
             return Err(Error::Reentered { entry, plugin: self.library.name.clone() });
         }
-        let deadline = Instant::now() + self.tenant.limits.entry;
+        let begun = Instant::now();
+        let deadline = until.into_iter().fold(begun + self.tenant.limits.entry, Instant::min);
         let mut busy = lock(&self.busy);
         while *busy {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let waited = self.tenant.limits.entry;
+                let waited = deadline.saturating_duration_since(begun);
                 return Err(self.stop_error(
                     entry,
                     format!("another call has kept it busy for {waited:?}"),
@@ -155,7 +168,8 @@ impl Instance {
         entry: &'static str,
         f: impl FnOnce(&mut Store<HostState>, wasmtime::component::Instance) -> wasmtime::Result<R>,
     ) -> Result<(R, Vec<String>), Error> {
-        let _entered = self.enter(entry)?;
+        let until = UNTIL.take();
+        let _entered = self.enter(entry, until)?;
         let mut inner = lock(&self.inner);
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
@@ -163,7 +177,7 @@ impl Instance {
         }
         self.tenant.counters.entry();
         let fuel = self.tenant.limits.hostcall_bytes;
-        store.data_mut().begin_call();
+        store.data_mut().begin_call(until);
         store.set_hostcall_fuel(fuel);
         store.set_epoch_deadline(1);
         // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must

@@ -15,6 +15,7 @@ use std::sync::{Arc, OnceLock};
 use wasmtime::component::types::ComponentItem;
 use wasmtime::component::{Component, ComponentExportIndex, InstancePre, Linker};
 
+pub(crate) use instance::bounded;
 pub use instance::{Instance, Stop};
 pub use state::HostState;
 
@@ -163,7 +164,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
     use std::sync::Mutex;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     use crate::abort::AbortToken;
     use crate::error::Error;
@@ -260,6 +261,22 @@ mod tests {
         let e = call(&slow_host, "entry").unwrap_err().to_string();
         assert!(e.contains("already stopped"), "{e}");
         assert_eq!(tenant.counters.traps(), 1);
+    }
+
+    /// Which may be earlier than any other bound; the next call is not bounded by it.
+    #[test]
+    fn a_guest_does_not_outlast_the_operation_it_is_called_for() {
+        for name in ["spin", "chat"] {
+            let (i, _) = instance(Limits::default(), || {});
+            bounded(Some(Instant::now() + Duration::from_secs(60)), || call(&i, "entry")).unwrap();
+            let e = bounded(Some(Instant::now()), || call(&i, name)).unwrap_err().to_string();
+            assert!(e.contains("went on after the deadline of its operation"), "{name}: {e}");
+        }
+        // A call that is refused on its way leaves nothing behind for the next one.
+        let (i, _) = instance(Limits { call: Duration::from_millis(900), ..Limits::default() }, || {});
+        bounded(Some(Instant::now()), || ());
+        let e = call(&i, "spin").unwrap_err().to_string();
+        assert!(e.contains("900ms of guest time"), "{e}");
     }
 
     /// A guest that always comes out before a tick has passed is bounded all the same, by its own time and in all.

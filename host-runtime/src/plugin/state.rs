@@ -14,8 +14,8 @@ use crate::plugin::Library;
 use crate::status::Status;
 use crate::tenant::Tenant;
 
-/// How long a guest may take to come back after an abort.
-const ABORT_GRACE: Duration = Duration::from_millis(500);
+/// How long a guest may take to come back after an abort, or after the deadline of the operation that it serves.
+const GRACE: Duration = Duration::from_millis(500);
 
 /// The data of every store.
 pub struct HostState {
@@ -35,6 +35,8 @@ pub struct HostState {
     memory: usize,
     /// When this call began, when the guest was last entered, and what it has used before that.
     begun: Instant,
+    /// When the operation gives up that this call serves, if it serves one that does.
+    until: Option<Instant>,
     entered: Instant,
     spent: Duration,
     log_window: (Instant, u32),
@@ -67,6 +69,7 @@ impl HostState {
             limit: None,
             memory: 0,
             begun: Instant::now(),
+            until: None,
             entered: Instant::now(),
             spent: Duration::ZERO,
             log_window: (Instant::now(), 0),
@@ -119,16 +122,22 @@ impl HostState {
         self.entered = now;
     }
 
-    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all.
+    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, nor the operation.
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = Instant::now() + Duration::from_millis(u64::from(ms));
-        self.begun.checked_add(self.tenant.limits.wall).map_or(asked, |wall| asked.min(wall))
+        let wall = self.begun.checked_add(self.tenant.limits.wall);
+        [wall, self.until].into_iter().flatten().fold(asked, Instant::min)
+    }
+
+    /// Whether the operation that this call serves has given up.
+    pub(crate) fn overdue(&self) -> bool {
+        self.until.is_some_and(|until| until <= Instant::now())
     }
 
     /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
     /// host functions that wait, with a status; a guest that goes on all the same is ended.
     fn within_budget(&mut self) -> wasmtime::Result<()> {
-        if self.abort.aborted_for().is_some_and(|ago| ago > ABORT_GRACE) {
+        if self.abort.aborted_for().is_some_and(|ago| ago > GRACE) {
             return Err(wasmtime::format_err!("aborted: {}", self.abort.reason()));
         }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
@@ -136,6 +145,8 @@ impl HostState {
             format!("the call used more than its {call:?} of guest time")
         } else if self.begun.elapsed() > wall {
             format!("the call took more than {wall:?} in all, waits included")
+        } else if self.until.is_some_and(|until| until.elapsed() > GRACE) {
+            "the call went on after the deadline of its operation".to_string()
         } else {
             return Ok(());
         };
@@ -143,9 +154,10 @@ impl HostState {
         Err(wasmtime::format_err!("{why}"))
     }
 
-    /// Before a call: a fresh budget, no old sentences.
-    pub(crate) fn begin_call(&mut self) {
+    /// Before a call, for an operation that gives up at `until`: a fresh budget, no old sentences.
+    pub(crate) fn begin_call(&mut self, until: Option<Instant>) {
         self.begun = Instant::now();
+        self.until = until;
         self.entered = self.begun;
         self.spent = Duration::ZERO;
         self.causes.clear();

@@ -12,6 +12,9 @@
 //! | `say:WORD`, `exit:CODE` | |
 //! | `abort_in:MS` | a thread that aborts twice after MS milliseconds and says how long that took |
 //! | `free` | frees the communicator, and says how long that took |
+//! | `twin`, `twin:STEP` | makes another communicator of the same ranks; a step on that one |
+//! | `within:MS:STEP` | a step with a deadline of its own |
+//! | `fails:STEP` | a step that must fail; prints `failed NUMBER NAME: text` and goes on |
 //! | `loop` | all_reduce of 1 MiB in device memory for ever |
 //! | `work:N` | N all_reduce calls of varying sizes, each verified |
 //! | `fork` | forks; the child calls barrier; the parent says what the child said, then goes on |
@@ -124,12 +127,16 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            match e.downcast_ref::<Error>() {
-                Some(known) => say(&format!("error {} {}: {known}", known.status().0, known.status().name())),
-                None => say(&format!("error - -: {e:#}")),
-            }
+            say(&format!("error {}", told(&e)));
             ExitCode::FAILURE
         }
+    }
+}
+
+fn told(e: &anyhow::Error) -> String {
+    match e.downcast_ref::<Error>() {
+        Some(known) => format!("{} {}: {known}", known.status().0, known.status().name()),
+        None => format!("- -: {e:#}"),
     }
 }
 
@@ -165,17 +172,11 @@ fn run() -> Result<()> {
         abort_in(ms, token.clone());
     }
     let options = CommOptions { abort: Some(token), ..CommOptions::with_root(root, rank, n) };
-    let mut comm = Some(runtime.init_comm(options)?);
+    let (mut comm, mut twin) = (Some(runtime.init_comm(options)?), None);
     say("ready");
     for step in script.split_whitespace() {
         let words: Vec<&str> = step.split(':').collect();
-        if words[0] == "free" {
-            let begun = Instant::now();
-            drop(comm.take());
-            say(&format!("freed in {} ms", begun.elapsed().as_millis()));
-            continue;
-        }
-        carry_out(comm.as_mut().context("the communicator is freed")?, &words).context_of_step(step)?;
+        take(&mut comm, &mut twin, &words).context_of_step(step)?;
     }
     say("done");
     if segv {
@@ -183,6 +184,30 @@ fn run() -> Result<()> {
         unsafe { std::ptr::without_provenance_mut::<u8>(8).write_volatile(1) };
     }
     Ok(())
+}
+
+/// One step: those that say which communicator are here, the others are carried out on one.
+fn take(comm: &mut Option<Communicator>, twin: &mut Option<Communicator>, words: &[&str]) -> Result<()> {
+    const NONE: &str = "the communicator is freed, or not made";
+    match words {
+        ["free"] => {
+            let begun = Instant::now();
+            drop(comm.take());
+            say(&format!("freed in {} ms", begun.elapsed().as_millis()));
+            Ok(())
+        }
+        ["twin"] => {
+            *twin = comm.as_ref().context(NONE)?.split(Some(0), 0)?;
+            Ok(())
+        }
+        ["twin", step @ ..] => carry_out(twin.as_mut().context(NONE)?, step),
+        ["fails", step @ ..] => {
+            let Err(e) = take(comm, twin, step) else { bail!("it went through") };
+            say(&format!("failed {}", told(&e)));
+            Ok(())
+        }
+        step => carry_out(comm.as_mut().context(NONE)?, step),
+    }
 }
 
 /// Keeps errors of the runtime as they are, for their status, and puts the step before others.
@@ -226,7 +251,7 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
     let n = comm.nranks();
     let num = |i: usize| -> Result<usize> { Ok(words.get(i).context("an argument is missing")?.parse()?) };
     let word = |i: usize| words.get(i).copied().context("an argument is missing");
-    match words[0] {
+    match word(0)? {
         "barrier" => Ok(comm.barrier()?),
         "all_reduce" => {
             let (t, op, count): (DataType, ReduceOp, _) = (word(1)?.parse()?, word(2)?.parse()?, num(3)?);
@@ -290,6 +315,10 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
             Ok(())
         }
         "fork" => fork(comm),
+        "within" => {
+            let deadline = Duration::from_millis(num(1)? as u64);
+            carry_out(&mut comm.within(deadline), words.get(2..).context("a step is missing")?)
+        }
         other => bail!("unknown step `{other}`"),
     }
 }

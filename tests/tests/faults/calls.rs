@@ -28,6 +28,42 @@ fn a_time_out_names_the_absent_rank() {
     }
 }
 
+/// The deadline of one call holds for that call: the communicator's own, of 60 s, holds for another of the same ranks, which
+/// waits for the late rank.
+#[test]
+fn a_deadline_of_one_call_names_the_absent_rank_and_holds_for_no_other() {
+    let _one = alone();
+    let vars = [("WCCL_TIMEOUT_MS", "60000")];
+    let mut ranks = start(4, &vars, |r| {
+        if r == 2 {
+            "twin barrier sleep:3000 twin:barrier"
+        } else {
+            "twin barrier fails:within:1000:barrier twin:barrier"
+        }
+    });
+    for r in [0, 1, 3] {
+        // Who waited a little longer was told by another.
+        has(&ranks[r].line("failed "), &["operation #2 (barrier)", "timed out on rank", "after 1s", "rank 2 (host"]);
+    }
+    ranks.iter_mut().for_each(|r| drop(r.good()));
+}
+
+/// The first operation of more than three ranks has all connected: its deadline ends that too, not the bootstrap's of 60 s.
+#[test]
+fn a_deadline_ends_the_connecting_for_a_first_operation_and_names_the_absent_rank() {
+    let _one = alone();
+    let vars = [("WCCL_TIMEOUT_MS", "60000")];
+    let mut ranks = start(4, &vars, |r| if r == 2 { "sleep:60000 barrier" } else { "within:3000:barrier" });
+    ready(&ranks);
+    let errors = [0, 1, 3].map(|r| ranks[r].error());
+    println!("{errors:#?}");
+    for e in &errors {
+        has(e, &["barrier on rank", "timed out after 3s", "from rank 2", "the deadline of the operation has passed"]);
+    }
+    // A rank that comes a little later is told by another.
+    assert!(errors.iter().any(|e| e.starts_with("error 5 NRT_TIMEOUT")));
+}
+
 /// What two ranks call, and the words of each side's view.
 const MISMATCHES: [(&str, &str, [&str; 2]); 9] = [
     ("all_reduce:fp32:sum:100", "all_gather:fp32:100", ["all_reduce fp32 sum count 100", "all_gather fp32 count 100"]),

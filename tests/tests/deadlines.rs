@@ -1,0 +1,112 @@
+//! Deadlines of single calls: given back after them, and sound at both ends of what a duration can say.
+
+mod common;
+
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use common::{config, world};
+use host_runtime::error::Error;
+use host_runtime::status::Status;
+use hw_bridge::flight::State;
+
+/// No time at all is a time-out at once, with the sentence of any other, in a call and on a stream.
+#[test]
+fn a_deadline_of_zero_does_not_wait_for_who_has_not_come() {
+    for streamed in [false, true] {
+        let held = Arc::new(Barrier::new(2));
+        world(2, &config(), move |mut comm| {
+            let before = comm.timeout();
+            let mut s = comm.stream(0).unwrap();
+            if comm.rank() == 1 {
+                held.wait();
+                let e = comm.barrier().unwrap_err().to_string();
+                assert!(e.contains("timed out on rank 0 after 0ns"), "{e}");
+                return;
+            }
+            let e = if streamed {
+                s.within(Duration::ZERO).barrier().unwrap().wait().unwrap_err()
+            } else {
+                comm.within(Duration::ZERO).barrier().unwrap_err()
+            };
+            assert_eq!(e.status(), Status::TIMEOUT);
+            let e = e.to_string();
+            assert!(e.contains("operation #1 (barrier) timed out on rank 0 after 0ns without rank 1 (host"), "{e}");
+            assert_eq!(comm.timeout(), before);
+            held.wait();
+        });
+    }
+}
+
+/// Whoever has come is not missed.
+#[test]
+fn a_deadline_of_zero_is_enough_when_all_are_there() {
+    world(2, &config(), |mut comm| {
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            let waits = |lane: usize, seq: u64, state: State| lane == 0 && seq == 2 && state == State::Running;
+            while !comm.peer_flights()[0].1.iter().any(|(lane, r)| waits(*lane, r.seq, r.state)) {
+                std::thread::yield_now();
+            }
+            comm.within(Duration::ZERO).barrier().unwrap();
+        } else {
+            comm.barrier().unwrap();
+        }
+        // Both are back at their own deadlines, which are long enough.
+        comm.barrier().unwrap();
+        assert_eq!(comm.timeout(), config().timeout);
+    });
+}
+
+/// As long as can be is no overflow: not while the ranks are connected, not in an operation, not on a stream.
+#[test]
+fn a_deadline_without_end_is_one() {
+    world(4, &config(), |mut comm| {
+        let mut patient = comm.within(Duration::MAX);
+        patient.barrier().unwrap();
+        let mut s = patient.stream(0).unwrap();
+        patient.barrier().unwrap();
+        drop(patient);
+        assert_eq!(comm.timeout(), config().timeout);
+        let r = s.within(Duration::MAX).barrier().unwrap();
+        r.wait_for(Duration::MAX).unwrap().unwrap().result.unwrap();
+        comm.barrier().unwrap();
+    });
+}
+
+/// The first operation of four ranks connects them: within its deadline, with the absent rank named; who comes later learns
+/// why nobody waits for it.
+#[test]
+fn the_deadline_of_a_first_operation_bounds_the_connecting() {
+    for deadline in [Duration::ZERO, Duration::from_secs(1)] {
+        let (together, held) = (Arc::new(Barrier::new(3)), Arc::new(Barrier::new(4)));
+        let late = world(4, &config(), move |mut comm| {
+            let rank = comm.rank();
+            if rank == 2 {
+                held.wait();
+                let e = comm.barrier().unwrap_err().to_string();
+                assert!(e.contains("no longer usable") && e.contains(&format!("timed out after {deadline:?}")), "{e}");
+                return false;
+            }
+            together.wait();
+            let e = comm.within(deadline).barrier().unwrap_err();
+            println!("rank {rank}: {e}");
+            // A rank that comes a little later is told by another.
+            let late = matches!(e, Error::Connecting { .. });
+            assert_eq!(e.status(), if late { Status::TIMEOUT } else { Status::CLOSED }, "{e}");
+            let e = e.to_string();
+            assert!(e.contains("barrier on rank") && e.contains(&format!("timed out after {deadline:?}")), "{e}");
+            // Ended by this deadline and no other, and by the library's own answer.
+            assert!(e.contains("the deadline of the operation has passed"), "{e}");
+            assert_eq!(comm.control_stopped(), None);
+            if !deadline.is_zero() {
+                assert!(e.contains("rank 2"), "{e}");
+            }
+            held.wait();
+            let e = comm.barrier().unwrap_err().to_string();
+            assert!(e.contains("no longer usable"), "{e}");
+            late
+        });
+        assert!(late.contains(&true));
+    }
+}
