@@ -24,6 +24,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use crate::credentials::PeerPid;
 use crate::dtype::{DataType, ReduceOp};
 use crate::flight::{self, Flight, Tally};
 use crate::limits::{INLINE_BYTES, LANES, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
@@ -638,7 +639,7 @@ pub struct Peer {
     /// Its rank.
     pub rank: usize,
     /// Its process.
-    pub pid: i32,
+    pub pid: PeerPid,
     pub(crate) control: Control,
     pub(crate) hbm: Segment,
     pidfd: Option<std::os::fd::OwnedFd>,

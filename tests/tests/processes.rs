@@ -44,25 +44,25 @@ fn start(mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
 }
 
 fn start_at(root: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
-    (0..n)
-        .map(|rank| {
-            let mut child = Command::new(env!("CARGO_BIN_EXE_rank"))
-                .arg(mode)
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", n.to_string())
-                .env("NEURON_RT_ROOT_COMM_ID", root)
-                .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
-                .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
-                .envs(vars.iter().copied())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap();
-            let out = BufReader::new(child.stdout.take().unwrap());
-            let (tx, lines) = channel();
-            std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
-            Rank { child, lines }
-        })
-        .collect()
+    (0..n).map(|rank| spawn(Command::new(env!("CARGO_BIN_EXE_rank")), root, mode, rank, n, vars)).collect()
+}
+
+fn spawn(mut command: Command, root: &str, mode: &str, rank: usize, n: usize, vars: &[(&str, &str)]) -> Rank {
+    let mut child = command
+        .arg(mode)
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", n.to_string())
+        .env("NEURON_RT_ROOT_COMM_ID", root)
+        .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
+        .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
+        .envs(vars.iter().copied())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let out = BufReader::new(child.stdout.take().unwrap());
+    let (tx, lines) = channel();
+    std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
+    Rank { child, lines }
 }
 
 /// Small modelled servers: one trn1 accelerator of two cores each.
@@ -216,6 +216,38 @@ fn a_killed_rank_is_named_by_the_others_at_once() {
             "{said}"
         );
         assert!(!ranks[r].child.wait().unwrap().success());
+    }
+}
+
+/// A rank in a PID namespace of its own sees no pid of the others: their end is noticed all the same, and no other process is
+/// taken for them.
+#[test]
+fn the_end_of_a_rank_in_another_pid_namespace_is_noticed() {
+    if !Command::new("unshare").args(["-p", "-f", "true"]).status().is_ok_and(|s| s.success()) {
+        println!("skipped: no PID namespaces here (needs root and util-linux)");
+        return;
+    }
+    for victim in [0, 1] {
+        let root = format!("127.0.0.1:{}", free_port());
+        let program = env!("CARGO_BIN_EXE_rank");
+        let mut inside = Command::new("unshare");
+        inside.args(["-p", "-f", "--kill-child", program]);
+        let mut ranks: Vec<Rank> = [Command::new(program), inside]
+            .into_iter()
+            .enumerate()
+            .map(|(rank, command)| spawn(command, &root, "loop", rank, 2, &[]))
+            .collect();
+        for r in &ranks {
+            assert_eq!(r.line(), "ready");
+        }
+        // What is killed of rank 1 is its launcher, which takes it along.
+        ranks[victim].child.kill().unwrap();
+        let said = ranks[1 - victim].rest().pop().unwrap();
+        let pid = if victim == 0 { "pid unknown here, other PID namespace" } else { "pid " };
+        let named = format!("rank {victim} ({pid}");
+        assert!(said.starts_with("error:") && said.contains(&named), "{said}");
+        assert!(said.contains("has ended"), "{said}");
+        assert!(!ranks[1 - victim].child.wait().unwrap().success());
     }
 }
 
