@@ -27,6 +27,8 @@ pub struct HostState {
     pub(crate) core: Option<i32>,
     pub(crate) published: Vec<Published>,
     pub(crate) sockets: usize,
+    /// When the waits of the entry that is called next end at the latest, if its caller has said so.
+    pub(crate) waits_until: Option<Instant>,
     /// Set once the instance is made: a start function may not start tasks.
     pub(crate) live: bool,
     objects: usize,
@@ -61,6 +63,7 @@ impl HostState {
             core,
             published: Vec::new(),
             sockets: 0,
+            waits_until: None,
             live: false,
             objects: 0,
             causes: Vec::new(),
@@ -119,10 +122,11 @@ impl HostState {
         self.entered = now;
     }
 
-    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all.
+    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, nor its caller's.
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = Instant::now() + Duration::from_millis(u64::from(ms));
-        self.begun.checked_add(self.tenant.limits.wall).map_or(asked, |wall| asked.min(wall))
+        let bounds = [self.begun.checked_add(self.tenant.limits.wall), self.waits_until];
+        bounds.into_iter().flatten().fold(asked, Instant::min)
     }
 
     /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
