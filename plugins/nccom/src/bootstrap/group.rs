@@ -105,7 +105,9 @@ impl<S: Sockets> Group<S> {
                 let told = Failure::new(e.code, format!("rank {} gave up while the ring was wired: {e}", j.rank));
                 let _ = send_message(s, &root, Kind::Refusal, &encode_refusal(&told, None), LOOK_MS);
             }
-            return Err(at_root(e));
+            return Err(
+                e.during(&format!("rank {} of {} joining the group of the root at {}", j.rank, j.nranks, j.root))
+            );
         }
         drop(root);
         if j.nranks > 1 {
