@@ -16,11 +16,11 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt::socket_peercred;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
+use crate::credentials::{self, PeerPid};
 use crate::limits::{LINK_HELLO, MAX_GRANTS};
 use crate::segment::{Segment, SegmentError};
 
@@ -49,7 +49,7 @@ pub struct Mapped {
     /// The peer's rank, as it says.
     pub rank: u32,
     /// Its process, as the kernel says.
-    pub pid: i32,
+    pub pid: PeerPid,
     /// Its control segment.
     pub control: Segment,
     /// Its device memory.
@@ -83,6 +83,12 @@ pub enum LinkError {
     /// The user gave up meanwhile.
     #[error("the link was not waited for: the communicator was aborted")]
     Stopped,
+    /// The owner's end would go unnoticed.
+    #[error(
+        "the peer runs in another PID namespace, where this kernel (before Linux 6.5) cannot watch it; start the ranks of one \
+         server in one PID namespace"
+    )]
+    Unwatched,
     /// Too many grants.
     #[error("{MAX_GRANTS} links are open in this process; free communicators first")]
     TooMany,
@@ -222,10 +228,8 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
 }
 
 fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
-    let cred =
-        socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
-    let me = rustix::process::geteuid();
-    if cred.uid != me && !cred.uid.is_root() {
+    let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
+    if !credentials::same_user(&cred) {
         return Err(LinkError::Refused("it is another user's process"));
     }
     // One bound for the whole hello: a peer that trickles bytes must not hold the others up.
@@ -358,10 +362,8 @@ pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
         return Err(LinkError::Malformed("it names no link server"));
     }
     let mut stream = dial(&ipc[33..33 + len], stop, deadline)?;
-    let cred =
-        socket_peercred(&stream).map_err(|e| LinkError::System { step: "asking who the peer is", source: e.into() })?;
-    let me = rustix::process::geteuid();
-    if cred.uid != me && !cred.uid.is_root() {
+    let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
+    if !credentials::same_user(&cred) {
         return Err(LinkError::Refused("the owner is another user's process"));
     }
     bound(&stream, deadline)?;
@@ -415,21 +417,34 @@ pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     let [control, hbm]: [OwnedFd; 2] = fds
         .try_into()
         .map_err(|_| LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"))?;
-    let pid = cred.pid;
-    let pidfd = if pid == rustix::process::getpid() {
-        None
-    } else {
-        Some(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map_err(|e| match e {
-            rustix::io::Errno::SRCH => LinkError::Gone(e.into()),
-            e => LinkError::System { step: "watching the peer's process", source: e.into() },
-        })?)
-    };
+    let own = cred.pid.here() == Some(std::process::id());
+    let pidfd = if own { None } else { Some(watch(&stream, cred.pid)?) };
     Ok(Mapped {
         rank: word(8),
-        pid: pid.as_raw_nonzero().get(),
+        pid: cred.pid,
         control: Segment::from_peer(control, long(16))?,
         hbm: Segment::from_peer(hbm, long(24))?,
         pidfd,
+    })
+}
+
+/// What becomes readable when the process behind `stream` ends. The socket itself gives it, in whatever PID namespace that
+/// lives; a kernel before 6.5 knows only pids.
+fn watch(stream: &UnixStream, pid: PeerPid) -> Result<OwnedFd, LinkError> {
+    use rustix::io::Errno;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let opened = match credentials::pidfd_of_peer(stream) {
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::NOPROTOOPT) => {
+            match pid.here().and_then(|p| Pid::from_raw(p.cast_signed())) {
+                Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(Into::into),
+                None => return Err(LinkError::Unwatched),
+            }
+        }
+        opened => opened,
+    };
+    opened.map_err(|e| match Errno::from_io_error(&e) {
+        Some(Errno::SRCH | Errno::NODATA) => LinkError::Gone(e),
+        _ => sys("watching the peer's process")(e),
     })
 }
 

@@ -26,6 +26,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use crate::credentials::PeerPid;
 use crate::dtype::{DataType, ReduceOp};
 use crate::flight::{self, Counters, Flight, Tally};
 use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
@@ -696,7 +697,7 @@ pub struct Peer {
     /// Its rank.
     pub rank: usize,
     /// Its process.
-    pub pid: i32,
+    pub pid: PeerPid,
     pub(crate) control: Control,
     pub(crate) hbm: Segment,
 }

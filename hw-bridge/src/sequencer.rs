@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::credentials::PeerPid;
 use crate::dtype::ReduceOp;
 use crate::flight::{Counters, State};
 use crate::hbm::{Hbm, HbmBuf};
@@ -267,7 +268,7 @@ pub struct Absent {
     /// The rank.
     pub rank: usize,
     /// Its process.
-    pub pid: i32,
+    pub pid: PeerPid,
     /// What it did last.
     pub last: String,
 }
@@ -289,7 +290,7 @@ pub enum OpError {
         /// Who died.
         peer: usize,
         /// Its process.
-        pid: i32,
+        pid: PeerPid,
         /// What it did last.
         last: String,
     },
@@ -305,7 +306,7 @@ pub enum OpError {
         /// Who left.
         peer: usize,
         /// Its process.
-        pid: i32,
+        pid: PeerPid,
         /// How and why.
         how: String,
         /// The reason the peer gave for its own failure, to be passed on.
@@ -556,6 +557,11 @@ impl Endpoint {
 
     fn linked_peers(&self) -> impl Iterator<Item = &Peer> {
         self.peers.iter().filter_map(OnceLock::get)
+    }
+
+    /// Whether the process of a linked rank has ended. Of one that is not linked nothing is known.
+    pub fn peer_died(&self, rank: usize) -> bool {
+        self.linked_peers().any(|p| p.rank == rank && p.dead())
     }
 
     /// Control segments of the linked peers, for those who watch.
@@ -979,7 +985,7 @@ impl Lane {
         let mut come: Vec<Absent> = Vec::new();
         for p in endpoint.linked_peers().filter(|p| missing(self.of(p)) || p.rank == waited) {
             let mut last = self.of(p).last_seen(seq);
-            if crate::peers::is_stopped(p.pid as u32) {
+            if p.pid.here().is_some_and(crate::peers::is_stopped) {
                 last += "; its process is stopped (SIGSTOP, a debugger)";
             }
             let a = Absent { rank: p.rank, pid: p.pid, last };

@@ -2,13 +2,15 @@
 
 mod common;
 
+use std::process::Command;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::ranks::{Rank, start};
 use common::{bytes_of, config, plugin_file, values_of, world};
 use host_runtime::error::Error;
 use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
-use host_runtime::nrt::{Communicator, Io, Tensor};
+use host_runtime::nrt::{Communicator, Io, RuntimeConfig, Tensor};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
@@ -115,6 +117,48 @@ fn programs_that_differ_are_refused_on_every_rank() {
         assert_eq!((counters.tasks(), comm.runtime().tenant().communicators()), (tasks, 1));
         let made = comm.replica_group(&group, &program(rank, &[0, 1, 2, 3], 16), GroupOptions::default()).unwrap();
         assert_eq!(sum_of(&mut made.lock(), &t, rank), 6.0);
+    });
+}
+
+/// Ranks whose bootstrap waits 4 s, and a point at which all of them meet.
+fn impatient(n: usize) -> (RuntimeConfig, Arc<Barrier>) {
+    let mut c = config();
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "4000".into());
+    (c, Arc::new(Barrier::new(n)))
+}
+
+/// Rank 0 waits for rank 1, which waits for rank 3, which does not come: all name rank 3.
+///
+/// Proves INV-29.
+#[test]
+fn a_rank_that_nobody_but_its_parent_waits_for_is_named_by_all() {
+    let (c, done) = impatient(4);
+    world(4, &c, move |comm| {
+        let rank = comm.rank();
+        if rank != 3 {
+            let group = Group::of([0, 1, 2, 3]);
+            let refused = comm.replica_group(&group, &program(rank, &[0, 1, 2, 3], 16), GroupOptions::default());
+            let text = refused.unwrap_err().to_string();
+            assert!(
+                text.contains("rank 3 of [0, 1, 2, 3] did not take part, rank 1 waited for it"),
+                "rank {rank}: {text}"
+            );
+        }
+        done.wait();
+    });
+}
+
+/// In the exchange of a split each rank waits for the one before it: all name the one that does not come.
+#[test]
+fn a_rank_that_does_not_split_is_named_by_all() {
+    let (c, done) = impatient(4);
+    world(4, &c, move |comm| {
+        let rank = comm.rank();
+        if rank != 2 {
+            let text = comm.split(Some(0), 0).unwrap_err().to_string();
+            assert!(text.contains("rank 2 sent nothing"), "rank {rank}: {text}");
+        }
+        done.wait();
     });
 }
 
@@ -369,6 +413,26 @@ fn a_further_death_is_named_and_can_be_excluded_too() {
         }
         assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     }
+}
+
+/// A child that a rank forked, and that runs no other program, holds the rank's sockets: its death is noticed at once all the same.
+#[test]
+fn the_death_of_a_rank_that_has_forked_is_noticed() {
+    let mut ranks = start_shrink(4, &[("EXCLUDE", "3;2,3"), ("FORKS", "2")]);
+    let child = ranks[2].line();
+    ranks[2].kill();
+    ranks[3].kill();
+    let begun = Instant::now();
+    for r in [0, 1] {
+        assert_eq!(ranks[r].line(), "broken", "rank {r}");
+        let said = ranks[r].line();
+        assert!(said.contains("rank 2 of [0, 1, 2] did not take part"), "rank {r}: {said}");
+        assert!(said.contains("rank 2 is gone"), "rank {r}: {said}");
+        assert_eq!(ranks[r].line(), format!("rank {r} of 2 sum 2"));
+    }
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    let child = child.strip_prefix("child ").unwrap();
+    assert!(Command::new("kill").args(["-9", child]).status().unwrap().success(), "it lived all the time");
 }
 
 /// A rank dies while it waits in the shrink for one that is late: the two that are left hear its name.

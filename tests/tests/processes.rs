@@ -3,9 +3,10 @@
 mod common;
 
 use std::collections::HashSet;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, start, start_at};
+use common::ranks::{Rank, spawn, start, start_at};
 use common::{config, free_port, world};
 use host_runtime::nrt::{CommOptions, Runtime};
 
@@ -191,6 +192,36 @@ fn survivors_leave_the_flight_records_of_a_killed_rank() {
         }
     }
     std::fs::remove_dir_all(&dir).unwrap();
+}
+
+/// A rank in a PID namespace of its own sees no pid of the others: their end is noticed all the same, and no other process is
+/// taken for them.
+#[test]
+fn the_end_of_a_rank_in_another_pid_namespace_is_noticed() {
+    let namespaces = Command::new("unshare").args(["-p", "-f", "true"]).status();
+    assert!(namespaces.is_ok_and(|s| s.success()), "did not run: PID namespaces need root and util-linux");
+    for victim in [0, 1] {
+        let root = format!("127.0.0.1:{}", free_port());
+        let program = env!("CARGO_BIN_EXE_rank");
+        let mut inside = Command::new("unshare");
+        inside.args(["-p", "-f", "--kill-child", program]);
+        let mut ranks: Vec<Rank> = [Command::new(program), inside]
+            .into_iter()
+            .enumerate()
+            .map(|(rank, command)| spawn(command, &root, "loop", rank, 2, &[]))
+            .collect();
+        for r in &ranks {
+            assert_eq!(r.line(), "ready");
+        }
+        // What is killed of rank 1 is its launcher, which takes it along.
+        ranks[victim].child.kill().unwrap();
+        let said = ranks[1 - victim].rest().pop().unwrap();
+        let pid = if victim == 0 { "pid unknown here, other PID namespace" } else { "pid " };
+        let named = format!("rank {victim} ({pid}");
+        assert!(said.starts_with("error:") && said.contains(&named), "{said}");
+        assert!(said.contains("has ended"), "{said}");
+        assert!(!ranks[1 - victim].child.wait().unwrap().success());
+    }
 }
 
 /// Proves INV-26.

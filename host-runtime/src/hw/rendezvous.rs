@@ -9,8 +9,8 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
+use hw_bridge::credentials;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::net::sockopt::socket_peercred;
 use sha2::{Digest, Sha256};
 
 use super::{Answer, Trap};
@@ -51,7 +51,7 @@ fn socket_name(tenant: u64, key: &[u8], name: &str) -> std::io::Result<SocketAdd
 }
 
 fn same_user(stream: &UnixStream) -> bool {
-    socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid() || c.uid.is_root())
+    credentials::of_peer(stream).is_ok_and(|c| credentials::same_user(&c))
 }
 
 fn serve(listener: &UnixListener, stop: &OwnedFd, address: [u8; ADDRESS_BYTES]) {

@@ -2,7 +2,7 @@
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hw_bridge::flight::{self, Counters};
 use hw_bridge::limits::LANES;
@@ -357,6 +357,18 @@ impl Communicator {
     pub fn bootstrap_recv(&self, peer: i32, bytes: u64) -> Result<Vec<u8>, Error> {
         within("neuron-bootstrap-recv", bytes)?;
         let got = self.entry(|f, i, c| f.bootstrap_recv(Some(i), c, peer, bytes, "runtime"))?;
+        exactly("neuronBootstrapRecv", got, bytes)
+    }
+
+    /// As [`Communicator::bootstrap_recv`], but no wait in it outlasts `until`.
+    pub(super) fn bootstrap_recv_until(&self, peer: i32, bytes: u64, until: Instant) -> Result<Vec<u8>, Error> {
+        within("neuron-bootstrap-recv", bytes)?;
+        let got = self.entry(|f, i, c| {
+            i.peek(|s| s.waits_until = Some(until));
+            let got = f.bootstrap_recv(Some(i), c, peer, bytes, "runtime");
+            i.peek(|s| s.waits_until = None);
+            got
+        })?;
         exactly("neuronBootstrapRecv", got, bytes)
     }
 

@@ -19,10 +19,11 @@ mod signature;
 mod verdict;
 
 use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant};
 
 use beacon::{Beacon, Meeting};
 use pool::Pool;
-use verdict::{Messages, Refusal, agree};
+use verdict::{Messages, Refusal, agree, patience};
 
 pub use pool::PooledComm;
 pub use signature::{Program, ProgramOp, SEND, SIGNATURE_BYTES, Signature};
@@ -182,11 +183,15 @@ impl ReplicaGroups {
     }
 }
 
-/// Messages between the members of a group over their common bootstrap. `rounds` is of no use here: the library's own
-/// deadline bounds each wait.
+/// Pause before a library that found nothing is asked again.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Messages between the members of a group over their common bootstrap. The library's own deadline bounds each of its waits;
+/// where that is too short, it is asked again.
 struct Bootstrap<'a> {
     comm: &'a Communicator,
     members: &'a [usize],
+    begun: Instant,
     /// A message was lost: later ones would be taken for it.
     lost: bool,
 }
@@ -195,7 +200,8 @@ impl Bootstrap<'_> {
     /// Adds to a failed exchange whether the other one is there at all.
     fn about(&self, position: usize, e: &Error) -> String {
         let rank = self.members[position];
-        let gone = self.comm.groups.beacon.get().is_some_and(|b| lock(b).gone(rank));
+        let gone = self.comm.core().endpoint.peer_died(rank)
+            || self.comm.groups.beacon.get().is_some_and(|b| lock(b).gone(rank));
         let state = if gone { "is gone: its process has ended or it has freed the communicator" } else { "lives" };
         format!("rank {rank} {state}; {e}")
     }
@@ -217,11 +223,18 @@ impl Messages for Bootstrap<'_> {
         })
     }
 
-    fn recv(&mut self, from: usize, bytes: usize, _: u32) -> Result<Vec<u8>, String> {
-        self.comm.bootstrap_recv(self.members[from] as i32, bytes as u64).map_err(|e| {
-            self.lost = true;
-            self.about(from, &e)
-        })
+    fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String> {
+        let until = self.begun + patience(self.comm.runtime().socket_timeout(), rounds);
+        loop {
+            match self.comm.bootstrap_recv_until(self.members[from] as i32, bytes as u64, until) {
+                Ok(got) => return Ok(got),
+                Err(e) if e.status() == Status::TIMEOUT && Instant::now() + PAUSE < until => std::thread::sleep(PAUSE),
+                Err(e) => {
+                    self.lost = true;
+                    return Err(self.about(from, &e));
+                }
+            }
+        }
     }
 }
 
@@ -247,13 +260,17 @@ impl Purpose<'_> {
                 ),
                 Status::INVALID,
             ),
-            Refusal::Silent { who, waiter, why } => (
-                format!(
-                    "rank {who} of {group} did not take part, rank {waiter} waited for it: {why}; no rank of the group \
-                     made the communicator"
-                ),
-                Status::CLOSED,
-            ),
+            Refusal::Silent { who, waiter, why } => {
+                // Not all of it may have travelled.
+                let why = if why.is_empty() { "its own error says more".into() } else { why };
+                (
+                    format!(
+                        "rank {who} of {group} did not take part, rank {waiter} waited for it: {why}; no rank of the group \
+                         made the communicator"
+                    ),
+                    Status::CLOSED,
+                )
+            }
             Refusal::NoId(why) => (format!("failed to get unique ID on rank {}: {why}", members[0]), Status::FAILURE),
             Refusal::Foreign(who) => (
                 format!("rank {who} of {group} sent a message that cannot be; is it another version?"),
@@ -356,8 +373,8 @@ impl Communicator {
 
     /// A communicator of all ranks but `excluded`, as `ncclCommShrink` makes it after a failure: ranks keep their order.
     /// Every rank that is left calls it with the same list; the excluded ones do not, and may be dead. This communicator may be
-    /// broken, its library stopped: nothing of it is used but the ranks' meeting places, and no excluded rank is asked or
-    /// read. It is to be dropped afterwards; its tensors serve in the new one.
+    /// broken, its library stopped: nothing of it is used but the ranks' meeting places and whose process has ended, and no
+    /// excluded rank is asked or read. It is to be dropped afterwards; its tensors serve in the new one.
     ///
     /// A rank waits for the others as long as an operation does; one that is gone is noticed at once.
     ///
@@ -386,7 +403,8 @@ impl Communicator {
         match self.groups.beacon.get() {
             Some(beacon) => {
                 let mut beacon = lock(beacon);
-                let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout());
+                let endpoint = Some(&*self.core().endpoint);
+                let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout(), endpoint);
                 let id = self.decide(&purpose, &mut meeting)?;
                 self.join(&purpose, id, graph)
             }
@@ -405,7 +423,7 @@ impl Communicator {
     /// Verdict and id over the bootstrap, then the init.
     fn make(&self, state: &mut State, purpose: &Purpose<'_>, graph: bool) -> Result<Communicator, Error> {
         in_step(state)?;
-        let mut messages = Bootstrap { comm: self, members: purpose.members, lost: false };
+        let mut messages = Bootstrap { comm: self, members: purpose.members, begun: Instant::now(), lost: false };
         let decided = self.decide(purpose, &mut messages);
         if messages.lost {
             let why = decided.as_ref().err().map_or_else(String::new, Error::to_string);

@@ -190,6 +190,12 @@ impl Drop for Inner {
     }
 }
 
+/// `NEURON_CCOM_SOCK_TIMEOUT` as the library reads it, or its default; the library refuses what is no number.
+fn socket_timeout(config: &RuntimeConfig) -> Duration {
+    let ms = config.vars.get("NEURON_CCOM_SOCK_TIMEOUT").and_then(|v| v.trim().parse::<u32>().ok());
+    Duration::from_millis(u64::from(ms.unwrap_or(120_000)))
+}
+
 impl Runtime {
     /// Builds the device model, then makes the one attempt to load the collectives library, then the soft step for the net
     /// component. A failed load does not fail this: [`Runtime::load_error`] tells, and collectives answer NRT_FAILURE
@@ -202,9 +208,7 @@ impl Runtime {
         hw_bridge::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
         // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
-        let socket_ms =
-            config.vars.get("NEURON_CCOM_SOCK_TIMEOUT").and_then(|v| v.trim().parse::<u32>().ok()).unwrap_or(0);
-        let wall = config.limits.wall.max(Duration::from_millis(u64::from(socket_ms)) * 5);
+        let wall = config.limits.wall.max(socket_timeout(&config) * 5);
         let limits = Limits { wall, ..config.limits };
         let tenant = Tenant::new(
             config.tenant.clone(),
@@ -226,6 +230,11 @@ impl Runtime {
         }
         net::open(&tenant, config.net_plugin.as_deref());
         Ok(Runtime(Arc::new(Inner { tenant, forward, config })))
+    }
+
+    /// Bound of each wait on a socket of the bootstrap.
+    pub(super) fn socket_timeout(&self) -> Duration {
+        socket_timeout(&self.0.config)
     }
 
     /// Why the collectives library did not load, if it did not.

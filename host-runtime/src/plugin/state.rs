@@ -27,6 +27,8 @@ pub struct HostState {
     pub(crate) core: Option<i32>,
     pub(crate) published: Vec<Published>,
     pub(crate) sockets: usize,
+    /// When the waits of the entry that is called next end at the latest, if its caller has said so.
+    pub(crate) waits_until: Option<Instant>,
     /// Set once the instance is made: a start function may not start tasks.
     pub(crate) live: bool,
     objects: usize,
@@ -63,6 +65,7 @@ impl HostState {
             core,
             published: Vec::new(),
             sockets: 0,
+            waits_until: None,
             live: false,
             objects: 0,
             causes: Vec::new(),
@@ -122,11 +125,12 @@ impl HostState {
         self.entered = now;
     }
 
-    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, nor the operation.
+    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, its caller's, nor the
+    /// operation.
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = Instant::now() + Duration::from_millis(u64::from(ms));
         let wall = self.begun.checked_add(self.tenant.limits.wall);
-        [wall, self.until].into_iter().flatten().fold(asked, Instant::min)
+        [wall, self.waits_until, self.until].into_iter().flatten().fold(asked, Instant::min)
     }
 
     /// Whether the operation that this call serves has given up.

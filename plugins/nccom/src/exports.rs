@@ -539,7 +539,7 @@ impl lifecycle::Guest for Nccom {
         lifecycle::Description {
             name: "nccom".into(),
             version: VERSION.into(),
-            wire_compat: "nccom-bootstrap-1".into(),
+            wire_compat: "nccom-bootstrap-2".into(),
             state_schema: plan::STATE_SCHEMA,
             reads_schemas: vec![plan::STATE_SCHEMA],
         }

@@ -127,11 +127,12 @@ impl Sockets for HostSockets {
 
 /// An address to listen on, port 0. `towards` is the root: a loopback root needs a loopback listener. Rules of the upstream
 /// library: `CCOM_SOCKET_IFNAME` is a list of name prefixes, `=name` exact, `^name` excluded; `CCOM_SOCKET_FAMILY`;
-/// link-local addresses only if asked for by name; loopback last.
+/// link-local addresses only if asked for by name, or if the root's is one of that link, and after others; loopback last.
 pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
     let all = sockets::interfaces();
     let loopback_root = towards.is_some_and(Address::is_loopback);
-    let link_local_root = towards.is_some_and(Address::is_link_local);
+    // The link of a link-local root.
+    let link = towards.filter(|r| r.is_link_local()).map(Address::scope);
     let names = var("CCOM_SOCKET_IFNAME");
     if let Some(n) = &names {
         info(&format!("NCCL_SOCKET_IFNAME set by environment to {n}"));
@@ -150,15 +151,20 @@ pub(crate) fn interface(towards: Option<&Address>) -> Result<Address, Failure> {
         let hit = list.split(',').map(str::trim).any(|p| if exact { name == p } else { name.starts_with(p) });
         Some(hit != exclude)
     };
+    // What is left over by a list of exclusions is not asked for.
+    let asked = |name: &str| named(name) == Some(true) && !names.as_ref().is_some_and(|n| n.starts_with('^'));
     let mut fit: Vec<_> = all
         .iter()
         .filter(|i| named(&i.name) != Some(false))
-        .filter(|i| !i.link_local || named(&i.name) == Some(true) || link_local_root)
+        .filter(|i| {
+            let scope = || Address::from_slice(&i.address).map_or(0, |a| a.scope());
+            !i.link_local || link.map_or_else(|| asked(&i.name), |l| scope() == l)
+        })
         .filter(|i| family.is_none_or(|v6| (i.address[0] == 10) == v6))
         .filter(|i| !loopback_root || i.loopback)
         .collect();
     // IPv4 before IPv6 where both serve, loopback last: as the upstream library orders them.
-    fit.sort_by_key(|i| (i.loopback && !loopback_root, i.address[0] == 10));
+    fit.sort_by_key(|i| (i.loopback && !loopback_root, i.link_local != link.is_some(), i.address[0] == 10));
     let Some(found) = fit.first() else {
         let there: Vec<String> = all
             .iter()

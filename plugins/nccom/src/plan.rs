@@ -196,6 +196,13 @@ fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Resul
     if root.port() == 0 {
         return Err(invalid(format!("Invalid Comm Id [{text}]: the port must not be 0, every rank has to know it")));
     }
+    if root.is_v6() && root.is_link_local() && root.scope() == 0 {
+        return Err(invalid(format!(
+            "Invalid Comm Id [{text}]: a link-local address needs the number of its interface (`ip link` shows it), as in \
+             [fe80::1%2]:{}; better give an address that is not link-local",
+            root.port()
+        )));
+    }
     if rank == 0 {
         start_known_root(&root, nranks, ms)?;
     }

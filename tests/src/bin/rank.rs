@@ -95,8 +95,32 @@ fn bootstrap(comm: &mut Communicator, runtime: &Runtime) -> Result<()> {
     Ok(())
 }
 
+mod sys {
+    //! The calls of the C library that std does not offer.
+
+    unsafe extern "C" {
+        pub(crate) fn fork() -> i32;
+        pub(crate) fn _exit(code: i32) -> !;
+    }
+}
+
+/// Forks a child that holds all this process has open for half a minute; answers its pid.
+fn fork_a_sleeper() -> Result<i32> {
+    // SAFETY: the child only sleeps and ends, which needs no lock that another thread may hold.
+    match unsafe { sys::fork() } {
+        -1 => bail!("fork failed: {}", std::io::Error::last_os_error()),
+        0 => {
+            std::thread::sleep(std::time::Duration::from_secs(30));
+            // SAFETY: ends the child without running destructors that belong to the parent.
+            unsafe { sys::_exit(0) }
+        }
+        child => Ok(child),
+    }
+}
+
 /// Runs until an operation fails, unless the survivors are to shrink at once; then tries the lists of EXCLUDE (`3;2,3`) in
-/// turn, saying what each attempt ended with, and uses what it gets. The rank LEAVES exits first of all.
+/// turn, saying what each attempt ended with, and uses what it gets. The rank LEAVES exits first of all. The rank FORKS has a
+/// child that runs no other program and outlives it.
 fn shrink(comm: &mut Communicator) -> Result<()> {
     let rank = comm.rank();
     if number("LEAVES").is_ok_and(|r| r == rank) {
@@ -107,6 +131,9 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
         // The first one connects every pair.
         comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max)?;
         say("running");
+        if number("FORKS").is_ok_and(|r| r == rank) {
+            say(&format!("child {}", fork_a_sleeper()?));
+        }
         while comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max).is_ok() {}
         say("broken");
     }

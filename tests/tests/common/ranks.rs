@@ -51,23 +51,24 @@ pub fn start(mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
 
 /// The same, where they meet at `root`.
 pub fn start_at(root: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
-    (0..n)
-        .map(|rank| {
-            let mut child = Command::new(env!("CARGO_BIN_EXE_rank"))
-                .arg(mode)
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", n.to_string())
-                .env("NEURON_RT_ROOT_COMM_ID", root)
-                .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
-                .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
-                .envs(vars.iter().copied())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap();
-            let out = BufReader::new(child.stdout.take().unwrap());
-            let (tx, lines) = channel();
-            std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
-            Rank { child, lines }
-        })
-        .collect()
+    (0..n).map(|rank| spawn(Command::new(env!("CARGO_BIN_EXE_rank")), root, mode, rank, n, vars)).collect()
+}
+
+/// Starts one rank by `command`, which is the program `rank` or runs it.
+pub fn spawn(mut command: Command, root: &str, mode: &str, rank: usize, n: usize, vars: &[(&str, &str)]) -> Rank {
+    let mut child = command
+        .arg(mode)
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", n.to_string())
+        .env("NEURON_RT_ROOT_COMM_ID", root)
+        .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
+        .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
+        .envs(vars.iter().copied())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let out = BufReader::new(child.stdout.take().unwrap());
+    let (tx, lines) = channel();
+    std::thread::spawn(move || out.lines().map_while(Result::ok).for_each(|l| drop(tx.send(l))));
+    Rank { child, lines }
 }

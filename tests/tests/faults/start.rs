@@ -181,6 +181,20 @@ fn link_local_addresses_are_not_chosen() {
     has(&e, &["No usable listening interface found: this machine has ", "the root 10.77.0.1:7700 is IPv4"]);
 }
 
+/// A root that is link-local itself is joined over its link, if it says which link that is.
+#[test]
+fn a_link_local_root_is_joined_over_its_link() {
+    let _one = alone();
+    let up = "ip link set lo up && ip addr add fe80::77/64 dev lo nodad";
+    let Some(c) = in_namespace(&format!("{up} && {TWO}")) else { return };
+    let nothing = ("CCOM_SOCKET_IFNAME", "");
+    let (status, lines) = Rank::start(c, 0, 2, "[fe80::77%1]:7703", &[nothing]).end();
+    assert!(status.success() && lines.iter().filter(|l| *l == "done").count() == 2, "{lines:?}");
+    let Some(c) = in_namespace(&format!("{up} && RANK=0 exec \"$0\" barrier")) else { return };
+    let e = Rank::start(c, 0, 2, "[fe80::77]:7704", &[nothing]).error();
+    has(&e, &["Invalid Comm Id [[fe80::77]:7704]", "needs the number of its interface", "[fe80::1%2]:7704"]);
+}
+
 #[test]
 fn a_loopback_address_with_a_root_elsewhere_is_warned_of() {
     let _one = alone();

@@ -8,8 +8,9 @@
 //! A [`Meeting`] is one attempt. A message travels on a connection of its own, which the sender dials:
 //!
 //! ```text
-//! hello 45 bytes: token 16 | rank u32 | kind u8 (0 message, 1 watch) | length u32 | attempt 20, then the message
+//! hello 61 bytes: rank u32 | kind u8 (0 message, 1 watch) | length u32 | attempt 20 | tag 32, then the message
 //! attempt: digest of the list of survivors 16 | how many attempts with that list came before u32
+//! tag: HMAC-SHA256, by the group's secret, of: receiver's rank u32 | hello before the tag | message
 //! ```
 //!
 //! Whoever waits dials a *watch* to the one it waits for: a refused or closed watch is a rank that is gone, known at once and
@@ -19,8 +20,15 @@
 //! another attempt is kept. A rank sends all its messages of one before it begins the next, so one that is heard of only with
 //! another list has another list.
 //!
-//! The token is a random one of rank 0: strays and other groups are closed. Addresses and messages are allegations of
-//! peers and their plugins; lengths are bounded, every wait has a deadline. Threads: the caller's.
+//! The secret is a random one of rank 0, gathered in the init and never sent again: strays and other groups have no tag that
+//! fits. A program that was given the port of a rank that died learns one message to that rank, which no other rank takes, and
+//! can answer nothing. What it may do is look like a rank that lives and does not come; the deadline names that rank.
+//! What a message says is an allegation of a peer all the same; lengths are bounded, every wait has a deadline.
+//!
+//! A child that was forked from a rank and runs no other program holds the sockets of its parent, and a watch on that rank stays
+//! open after its death. Whoever is linked to a rank sees its process end all the same.
+//!
+//! Threads: the caller's.
 //!
 //! [`shrink`]: crate::nrt::Communicator::shrink
 
@@ -29,30 +37,33 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
+use hmac::{Hmac, KeyInit, Mac};
+use hw_bridge::sequencer::Endpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use sha2::Sha256;
 
 use super::signature::SIGNATURE_BYTES;
-use super::verdict::{DOWN_BYTES, Messages};
+use super::verdict::{DOWN_BYTES, Messages, patience};
 use crate::error::Error;
 use crate::hw::sockets::{decode, encode};
 use crate::limits::ADDRESS_BYTES;
 use crate::nrt::communicator::{Communicator, Rendezvous, bad};
 
-const TOKEN_BYTES: usize = 16;
-const BLOCK_BYTES: usize = ADDRESS_BYTES + TOKEN_BYTES;
-const HELLO_BYTES: usize = TOKEN_BYTES + 9 + ATTEMPT_BYTES;
+const SECRET_BYTES: usize = 32;
+const BLOCK_BYTES: usize = ADDRESS_BYTES + SECRET_BYTES;
 const ATTEMPT_BYTES: usize = SIGNATURE_BYTES + 4;
-/// How long a stranger on the listener may take to introduce itself.
+/// Where the tag begins.
+const TAG_AT: usize = 9 + ATTEMPT_BYTES;
+const HELLO_BYTES: usize = TAG_AT + 32;
+/// How long a stranger on the listener may take to say all.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
-/// How much longer than the deadline one waits for each rank that may itself be waiting.
-const ROUND: Duration = Duration::from_millis(300);
 /// Pause between two attempts to reach a rank whose queue of connections is full.
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// Strangers heard at once; the oldest makes room.
 const MOST_STRANGERS: usize = 64;
-/// How long one sleeps while strangers have not said what they are.
-const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// How long one sleeps between two looks.
+const LOOK: Duration = Duration::from_millis(50);
 /// A deadline of more than this is none.
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 
@@ -65,7 +76,7 @@ pub(in crate::nrt) struct Beacon {
     rank: usize,
     listener: TcpListener,
     addresses: Vec<SocketAddr>,
-    token: [u8; TOKEN_BYTES],
+    secret: [u8; SECRET_BYTES],
     strangers: Vec<Stranger>,
     arrived: Vec<Arrival>,
     /// Held open: a closed one says that this rank is gone.
@@ -85,9 +96,45 @@ struct Attempt {
 #[derive(Debug)]
 struct Stranger {
     stream: TcpStream,
-    hello: [u8; HELLO_BYTES],
+    said: [u8; HELLO_BYTES + DOWN_BYTES],
     got: usize,
     until: Instant,
+}
+
+impl Stranger {
+    /// Bytes of its message, once it has said how many.
+    fn len(&self) -> usize {
+        u32::from_le_bytes([self.said[5], self.said[6], self.said[7], self.said[8]]) as usize
+    }
+
+    /// Reads what is there: whether it has said all. `None` for one that is gone or says what cannot be.
+    fn hear(&mut self) -> Option<bool> {
+        loop {
+            let want = HELLO_BYTES + if self.got < HELLO_BYTES { 0 } else { self.len() };
+            if self.got == want {
+                return Some(true);
+            }
+            match self.stream.read(self.said.get_mut(self.got..want)?) {
+                Ok(0) => return None,
+                Ok(n) => self.got += n,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Some(false),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+/// The tag of what a rank says to rank `to`.
+fn tag(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> Hmac<Sha256> {
+    // A key shorter than a block is filled up with zeros.
+    let mut key = [0; 64];
+    key[..SECRET_BYTES].copy_from_slice(secret);
+    let mut mac = Hmac::<Sha256>::new(&key.into());
+    mac.update(&(to as u32).to_le_bytes());
+    mac.update(head);
+    mac.update(data);
+    mac
 }
 
 /// A message that waits to be fetched.
@@ -97,8 +144,7 @@ struct Arrival {
     told: bool,
     rank: usize,
     attempt: Attempt,
-    len: usize,
-    stream: TcpStream,
+    data: Vec<u8>,
 }
 
 fn system(what: &str) -> impl Fn(std::io::Error) -> Error + '_ {
@@ -117,10 +163,10 @@ impl Beacon {
         listener.set_nonblocking(true).map_err(system("opening the rank's meeting place"))?;
         let mine = listener.local_addr().map_err(system("opening the rank's meeting place"))?;
         let mut block = encode(&mine);
-        let mut token = [0u8; TOKEN_BYTES];
-        rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())
+        let mut secret = [0u8; SECRET_BYTES];
+        rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
             .map_err(|e| system("reading random bytes")(e.into()))?;
-        block.extend_from_slice(&token);
+        block.extend_from_slice(&secret);
         let all = comm.bootstrap_all_gather(&block)?;
         let addresses = all
             .chunks(BLOCK_BYTES)
@@ -129,9 +175,9 @@ impl Beacon {
                 decode(&b[..ADDRESS_BYTES]).map_err(|e| bad(format!("the meeting place of rank {r} cannot be: {e}")))
             })
             .collect::<Result<Vec<_>, Error>>()?;
-        token.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
+        secret.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
-        Ok(Beacon { rank: comm.rank(), listener, addresses, token, strangers, arrived, watches, begun })
+        Ok(Beacon { rank: comm.rank(), listener, addresses, secret, strangers, arrived, watches, begun })
     }
 
     /// Whether a rank's meeting place is gone: its process has ended, or it has freed the communicator.
@@ -177,7 +223,7 @@ impl Beacon {
                         self.strangers.remove(0);
                     }
                     let until = Instant::now() + HELLO_WAIT;
-                    self.strangers.push(Stranger { stream, hello: [0; HELLO_BYTES], got: 0, until });
+                    self.strangers.push(Stranger { stream, said: [0; HELLO_BYTES + DOWN_BYTES], got: 0, until });
                 }
                 Ok(_) => {}
                 Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
@@ -191,30 +237,25 @@ impl Beacon {
             }
         }
         for mut s in std::mem::take(&mut self.strangers) {
-            match s.stream.read(&mut s.hello[s.got..]) {
-                Ok(0) => continue,
-                Ok(n) => s.got += n,
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-                Err(_) => continue,
-            }
-            if s.got == HELLO_BYTES {
-                self.introduce(s);
-            } else if Instant::now() < s.until {
-                self.strangers.push(s);
+            match s.hear() {
+                Some(true) => self.introduce(s),
+                Some(false) if Instant::now() < s.until => self.strangers.push(s),
+                _ => {}
             }
         }
     }
 
     fn introduce(&mut self, s: Stranger) {
-        let Stranger { stream, hello: b, .. } = s;
-        if b[..TOKEN_BYTES] != self.token || stream.set_nonblocking(false).is_err() {
+        let Stranger { stream, said: b, got, .. } = s;
+        let (head, data) = (&b[..TAG_AT], &b[HELLO_BYTES..got]);
+        if tag(&self.secret, self.rank, head, data).verify_slice(&b[TAG_AT..HELLO_BYTES]).is_err() {
             return;
         }
         let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]) as usize;
-        let (rank, kind, len) = (word(TOKEN_BYTES), b[TOKEN_BYTES + 4], word(TOKEN_BYTES + 5));
+        let (rank, kind) = (word(0), b[4]);
         let mut survivors = [0; SIGNATURE_BYTES];
-        survivors.copy_from_slice(&b[TOKEN_BYTES + 9..][..SIGNATURE_BYTES]);
-        let attempt = Attempt { survivors, nth: word(HELLO_BYTES - 4) as u32 };
+        survivors.copy_from_slice(&b[9..][..SIGNATURE_BYTES]);
+        let attempt = Attempt { survivors, nth: word(TAG_AT - 4) as u32 };
         // Room for a few attempts of every rank; who sends more is out of order.
         let most = 8 * self.addresses.len();
         if self.watches.len() >= most {
@@ -222,8 +263,8 @@ impl Beacon {
         }
         if kind == WATCH && self.watches.len() < most {
             self.watches.push(stream);
-        } else if kind == MESSAGE && self.arrived.len() < most && rank < self.addresses.len() && len <= DOWN_BYTES {
-            self.arrived.push(Arrival { rank, attempt, len, stream, told: false });
+        } else if kind == MESSAGE && self.arrived.len() < most && rank < self.addresses.len() {
+            self.arrived.push(Arrival { rank, attempt, data: data.to_vec(), told: false });
         }
     }
 }
@@ -234,19 +275,22 @@ pub(super) struct Meeting<'a> {
     beacon: &'a mut Beacon,
     members: &'a [usize],
     attempt: Attempt,
-    until: Instant,
+    begun: Instant,
+    timeout: Duration,
+    endpoint: Option<&'a Endpoint>,
 }
 
 impl<'a> Meeting<'a> {
-    /// Begins an attempt of `members`, whose digest is `survivors`.
+    /// Begins an attempt of `members`, whose digest is `survivors`. `endpoint` knows whose process has ended.
     pub(super) fn begin(
         beacon: &'a mut Beacon,
         members: &'a [usize],
         survivors: &[u8; SIGNATURE_BYTES],
         timeout: Duration,
+        endpoint: Option<&'a Endpoint>,
     ) -> Meeting<'a> {
         // A deadline beyond what the clock can say is as good as none.
-        let until = Instant::now() + timeout.min(LONGEST);
+        let (begun_at, timeout) = (Instant::now(), timeout.min(LONGEST));
         beacon.accept_all();
         beacon.watches.retain(|s| !closed(s));
         // Nobody fetches any more what came for attempts that are over.
@@ -255,19 +299,20 @@ impl<'a> Meeting<'a> {
         let count = begun.entry(*survivors).or_default();
         let attempt = Attempt { survivors: *survivors, nth: *count };
         *count = count.wrapping_add(1);
-        Meeting { beacon, members, attempt, until }
+        Meeting { beacon, members, attempt, begun: begun_at, timeout, endpoint }
     }
 
     fn dial(&self, to: usize, kind: u8, data: &[u8], until: Instant) -> Result<TcpStream, String> {
         let rank = self.members[to];
         let at = self.beacon.addresses[rank];
         let mut bytes = Vec::with_capacity(HELLO_BYTES + data.len());
-        bytes.extend_from_slice(&self.beacon.token);
         bytes.extend_from_slice(&(self.beacon.rank as u32).to_le_bytes());
         bytes.push(kind);
         bytes.extend_from_slice(&(data.len() as u32).to_le_bytes());
         bytes.extend_from_slice(&self.attempt.survivors);
         bytes.extend_from_slice(&self.attempt.nth.to_le_bytes());
+        let tag = tag(&self.beacon.secret, rank, &bytes, data).finalize();
+        bytes.extend_from_slice(&tag.into_bytes());
         bytes.extend_from_slice(data);
         loop {
             let left = until.saturating_duration_since(Instant::now()).clamp(PAUSE, Duration::from_secs(1));
@@ -286,7 +331,7 @@ impl<'a> Meeting<'a> {
     }
 
     /// The message of a position, if it has arrived.
-    fn take(&mut self, from: usize, bytes: usize, until: Instant) -> Option<Result<Vec<u8>, String>> {
+    fn take(&mut self, from: usize, bytes: usize) -> Option<Result<Vec<u8>, String>> {
         let (rank, mine) = (self.members[from], self.attempt);
         let (arrived, begun) = (&mut self.beacon.arrived, &self.beacon.begun);
         let Some(i) = arrived.iter().position(|a| a.rank == rank && a.attempt == mine) else {
@@ -299,13 +344,11 @@ impl<'a> Meeting<'a> {
                 .map(|a| a.told = true)
                 .map(|()| Err(format!("rank {rank} excludes other ranks than rank {me} does")));
         };
-        let mut a = arrived.remove(i);
-        if a.len != bytes {
-            return Some(Err(format!("rank {rank} sent {} bytes where {bytes} belong", a.len)));
+        let data = arrived.remove(i).data;
+        if data.len() != bytes {
+            return Some(Err(format!("rank {rank} sent {} bytes where {bytes} belong", data.len())));
         }
-        let mut data = vec![0; bytes];
-        let read = read_exactly(&mut a.stream, &mut data, until);
-        Some(read.map(|()| data).map_err(|e| format!("rank {rank} left in mid-sentence: {e}")))
+        Some(Ok(data))
     }
 }
 
@@ -324,13 +367,13 @@ impl Messages for Meeting<'_> {
 
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
         // Closed at once: the message stays with its receiver.
-        self.dial(to, MESSAGE, data, self.until).map(drop)
+        self.dial(to, MESSAGE, data, self.begun + self.timeout).map(drop)
     }
 
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String> {
-        let until = self.until + ROUND * rounds;
+        let until = self.begun + patience(self.timeout, rounds);
         self.beacon.accept_all();
-        if let Some(got) = self.take(from, bytes, until) {
+        if let Some(got) = self.take(from, bytes) {
             return got;
         }
         let watch = self.dial(from, WATCH, &[], until);
@@ -339,10 +382,13 @@ impl Messages for Meeting<'_> {
             let left = match &watch {
                 Err(why) => Some(why.clone()),
                 Ok(s) if closed(s) => Some(gone(self.members[from])),
+                Ok(_) if self.endpoint.is_some_and(|e| e.peer_died(self.members[from])) => {
+                    Some(gone(self.members[from]))
+                }
                 Ok(_) => None,
             };
             self.beacon.accept_all();
-            if let Some(got) = self.take(from, bytes, until) {
+            if let Some(got) = self.take(from, bytes) {
                 return got;
             }
             if let Some(why) = left {
@@ -354,9 +400,9 @@ impl Messages for Meeting<'_> {
                 return Err(format!("rank {rank} lives but did not come in time; it must call the same function"));
             }
             if let Ok(s) = &watch {
+                // Strangers and the process are looked at now and then; what is written to a watch is of no interest.
+                let wait = wait.min(LOOK);
                 let timeout = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: i64::from(wait.subsec_nanos()) };
-                // Strangers are looked at now and then; what is written to a watch is of no interest.
-                let timeout = if self.beacon.strangers.is_empty() { timeout } else { LOOK };
                 let mut fds = [PollFd::new(&self.beacon.listener, PollFlags::IN), PollFd::new(s, PollFlags::RDHUP)];
                 // A signal only makes the loop look once more.
                 let _ = poll(&mut fds, Some(&timeout));
@@ -373,56 +419,75 @@ fn closed(s: &TcpStream) -> bool {
     matches!(poll(&mut fds, Some(&now)), Ok(n) if n > 0) && fds[0].revents().intersects(ends)
 }
 
-/// Fills `to`, by `until` at the latest however slowly the bytes come.
-fn read_exactly(s: &mut TcpStream, to: &mut [u8], until: Instant) -> std::io::Result<()> {
-    let mut got = 0;
-    while got < to.len() {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ErrorKind::TimedOut.into());
-        }
-        s.set_read_timeout(Some(left))?;
-        match s.read(&mut to[got..]) {
-            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(n) => got += n,
-            Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn beacon(token: [u8; TOKEN_BYTES]) -> Beacon {
+    fn beacon(secret: [u8; SECRET_BYTES]) -> Beacon {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let addresses = vec![listener.local_addr().unwrap(); 2];
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
-        Beacon { rank: 0, listener, addresses, token, strangers, arrived, watches, begun }
+        Beacon { rank: 0, listener, addresses, secret, strangers, arrived, watches, begun }
     }
 
-    fn hello(token: [u8; TOKEN_BYTES], rank: u32, kind: u8) -> Vec<u8> {
-        let mut b = token.to_vec();
-        b.extend_from_slice(&rank.to_le_bytes());
-        b.push(kind);
+    /// A message of rank 1 to rank `to`, for the attempt whose survivors have the digest `survivors`.
+    fn hello(secret: [u8; SECRET_BYTES], to: usize, survivors: u8, data: &[u8]) -> Vec<u8> {
+        let mut b = 1u32.to_le_bytes().to_vec();
+        b.push(MESSAGE);
+        b.extend_from_slice(&(data.len() as u32).to_le_bytes());
+        b.extend_from_slice(&[survivors; SIGNATURE_BYTES]);
         b.extend_from_slice(&0u32.to_le_bytes());
-        b.resize(HELLO_BYTES, 0);
+        let tag = tag(&secret, to, &b, data).finalize();
+        b.extend_from_slice(&tag.into_bytes());
+        b.extend_from_slice(data);
         b
+    }
+
+    /// Whoever holds the port of a rank that died hears what is meant for that rank. It does not hear the secret, and what it
+    /// heard opens no other rank's door, changed or not.
+    #[test]
+    fn the_holder_of_a_dead_ranks_port_learns_nothing_that_another_rank_takes() {
+        let secret = [0x5A; SECRET_BYTES];
+        let mut dialler = beacon(secret);
+        let stolen = TcpListener::bind("127.0.0.1:0").unwrap();
+        dialler.addresses[1] = stolen.local_addr().unwrap();
+        let mut m = Meeting::begin(&mut dialler, &[0, 1], &[1; SIGNATURE_BYTES], Duration::from_secs(20), None);
+        m.send(1, &[9; 17]).unwrap();
+        let mut heard = Vec::new();
+        stolen.accept().unwrap().0.read_to_end(&mut heard).unwrap();
+        assert_eq!(heard.len(), HELLO_BYTES + 17);
+        assert!(!heard.windows(8).any(|w| w == [0x5A; 8]), "the secret stays at home");
+
+        let mut b = beacon(secret);
+        let at = b.addresses[0];
+        let say = |words: &[u8]| TcpStream::connect(at).unwrap().write_all(words).unwrap();
+        say(&heard);
+        let mut changed = hello(secret, 0, 1, &[9; 17]);
+        *changed.last_mut().unwrap() ^= 1;
+        say(&changed);
+        // A length that cannot be.
+        let mut long = hello(secret, 0, 1, &[]);
+        long[5..9].copy_from_slice(&u32::MAX.to_le_bytes());
+        say(&long);
+        say(&hello(secret, 0, 1, &[9; 17]));
+        while b.arrived.is_empty() {
+            b.accept_all();
+        }
+        b.accept_all();
+        assert_eq!((b.arrived.len(), b.arrived[0].data.as_slice()), (1, [9; 17].as_slice()));
     }
 
     #[test]
     fn mute_strangers_cost_no_time_and_keep_nobody_out() {
-        let mut b = beacon([7; TOKEN_BYTES]);
+        let mut b = beacon([7; SECRET_BYTES]);
         let at = b.addresses[0];
         let mute: Vec<TcpStream> = (0..MOST_STRANGERS / 2).map(|_| TcpStream::connect(at).unwrap()).collect();
         let mut slow = TcpStream::connect(at).unwrap();
-        let words = hello([7; TOKEN_BYTES], 1, MESSAGE);
+        let words = hello([7; SECRET_BYTES], 0, 0, &[]);
         slow.write_all(&words[..10]).unwrap();
         let mut wrong = TcpStream::connect(at).unwrap();
-        wrong.write_all(&hello([8; TOKEN_BYTES], 1, MESSAGE)).unwrap();
+        wrong.write_all(&hello([8; SECRET_BYTES], 0, 0, &[])).unwrap();
         let begun = Instant::now();
         while b.strangers.len() <= mute.len() {
             b.accept_all();
@@ -432,7 +497,7 @@ mod tests {
             b.accept_all();
         }
         assert!(begun.elapsed() < HELLO_WAIT, "one after the other they would take a minute");
-        assert_eq!((b.arrived.len(), b.arrived[0].rank), (1, 1), "the wrong token is nobody's");
+        assert_eq!((b.arrived.len(), b.arrived[0].rank), (1, 1), "another group's secret is nobody's");
         // Late ones are let go.
         while !b.strangers.is_empty() {
             b.accept_all();
@@ -442,17 +507,14 @@ mod tests {
 
     #[test]
     fn another_list_is_told_once() {
-        let mut b = beacon([7; TOKEN_BYTES]);
+        let mut b = beacon([7; SECRET_BYTES]);
         let mut other = TcpStream::connect(b.addresses[0]).unwrap();
-        let mut words = hello([7; TOKEN_BYTES], 1, MESSAGE);
-        words[HELLO_BYTES - ATTEMPT_BYTES] = 9;
-        other.write_all(&words).unwrap();
+        other.write_all(&hello([7; SECRET_BYTES], 0, 9, &[])).unwrap();
         while b.arrived.is_empty() {
             b.accept_all();
         }
-        let until = Instant::now() + Duration::from_secs(1);
-        let mut m = Meeting::begin(&mut b, &[0, 1], &[1; SIGNATURE_BYTES], Duration::MAX);
-        assert!(m.take(1, 0, until).unwrap().unwrap_err().contains("excludes other ranks"));
-        assert!(m.take(1, 0, until).is_none());
+        let mut m = Meeting::begin(&mut b, &[0, 1], &[1; SIGNATURE_BYTES], Duration::MAX, None);
+        assert!(m.take(1, 0).unwrap().unwrap_err().contains("excludes other ranks"));
+        assert!(m.take(1, 0).is_none());
     }
 }

@@ -14,6 +14,9 @@
 //!
 //! Threads: none of its own; every wait is in [`Messages`] and has a deadline there.
 
+use std::time::Duration;
+
+use super::listed;
 use super::signature::SIGNATURE_BYTES;
 use crate::limits::ID_BYTES;
 
@@ -21,6 +24,15 @@ use crate::limits::ID_BYTES;
 pub(crate) const UP_BYTES: usize = SIGNATURE_BYTES + 1;
 /// Bytes of a message down.
 pub(crate) const DOWN_BYTES: usize = ID_BYTES + 1;
+
+/// How much longer than the deadline one waits for each wait that may come before: time for a rank that begins later, and for
+/// its sentence to arrive.
+const ROUND: Duration = Duration::from_secs(1);
+
+/// The longest wait for a position that may itself wait `rounds` times, with a deadline of `timeout`.
+pub(super) fn patience(timeout: Duration, rounds: u32) -> Duration {
+    timeout.saturating_add(ROUND.min(timeout).saturating_mul(rounds))
+}
 
 const DIFFER: u8 = 0;
 const AGREED: u8 = 1;
@@ -35,8 +47,9 @@ pub(crate) trait Messages {
     fn parent_ranks(&self) -> usize;
     /// Sends `data` to position `to`.
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String>;
-    /// Receives exactly `bytes` from position `from`. `rounds` is how many waits of others may come before: whoever can
-    /// waits so much longer, so that the sentence of the one who waited in vain arrives before the reader gives up.
+    /// Receives exactly `bytes` from position `from`. `rounds` is how many waits of others may come before: by [`patience`]
+    /// the wait is so much longer, counted from the begin of the whole, so that the sentence of the one who waited in vain
+    /// arrives before the reader gives up.
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String>;
 }
 
@@ -69,7 +82,7 @@ impl Refusal {
         }
     }
 
-    /// Fills `room` with as much as it holds: two ranks, then text, zero-padded.
+    /// Fills `room` with as much as it holds: two ranks, then text, zero-padded. The few bytes of a message up hold no text.
     fn write(&self, room: &mut [u8]) {
         let (a, b, text) = match self {
             Refusal::Differ(a, b) => (*a, *b, ""),
@@ -80,7 +93,7 @@ impl Refusal {
         room.fill(0);
         room[..4].copy_from_slice(&(a as u32).to_le_bytes());
         room[4..8].copy_from_slice(&(b as u32).to_le_bytes());
-        let mut end = text.len().min(room.len() - 8);
+        let mut end = if room.len() > SIGNATURE_BYTES { text.len().min(room.len() - 8) } else { 0 };
         while !text.is_char_boundary(end) {
             end -= 1;
         }
@@ -122,6 +135,17 @@ fn height(mut r: usize, n: usize) -> u32 {
         levels += 1;
     }
     levels
+}
+
+/// The ranks below a position in the binary tree.
+fn below(m: &impl Messages, r: usize, n: usize) -> Vec<usize> {
+    let mut found: Vec<usize> = Vec::new();
+    let mut level: Vec<usize> = children(r, n).collect();
+    while !level.is_empty() {
+        found.extend(level.iter().map(|p| m.members()[*p]));
+        level = level.into_iter().flat_map(|p| children(p, n)).collect();
+    }
+    found
 }
 
 /// The verdict of the group, and its id. `id` is asked of position 0 alone, and only once all agree: an id that nobody
@@ -180,7 +204,15 @@ fn up(m: &mut impl Messages, r: usize, n: usize, signature: &[u8; SIGNATURE_BYTE
     let mut mine = Ok(());
     for child in children(r, n) {
         let heard = match m.recv(child, UP_BYTES, height(r, n)) {
-            Err(why) => Err(silent(m, child, r, why)),
+            Err(why) => {
+                let first = below(m, child, n);
+                let first = if first.is_empty() {
+                    String::new()
+                } else {
+                    format!(" (it hears ranks {} first)", listed(&first))
+                };
+                Err(silent(m, child, r, why + &first))
+            }
             Ok(b) if b.len() != UP_BYTES => Err(Refusal::Foreign(m.members()[child])),
             Ok(b) if b[SIGNATURE_BYTES] != AGREED => {
                 let (bound, sender) = (m.parent_ranks(), m.members()[child]);
@@ -224,7 +256,8 @@ fn mask(r: usize, n: usize) -> usize {
 /// The hypercube, downward: hears the verdict of the whole tree.
 fn hear(m: &mut impl Messages, r: usize, n: usize) -> Result<[u8; ID_BYTES], Refusal> {
     let from = r & !mask(r, n);
-    let rounds = 2 * usize::BITS.saturating_sub(n.leading_zeros());
+    // The whole tree, the id, and every hop to here.
+    let rounds = height(0, n) + 1 + r.count_ones();
     let bytes = match m.recv(from, DOWN_BYTES, rounds) {
         Ok(b) => b,
         Err(why) => return Err(silent(m, from, r, why)),
@@ -409,5 +442,8 @@ mod tests {
         let mut small = [0; SIGNATURE_BYTES];
         Refusal::Differ(2, 5).write(&mut small);
         assert_eq!(Refusal::read(DIFFER, &small, 6, 0), Refusal::Differ(2, 5));
+        Refusal::Silent { who: 3, waiter: 1, why: long }.write(&mut small);
+        let said = Refusal::Silent { who: 3, waiter: 1, why: String::new() };
+        assert_eq!(Refusal::read(SILENT, &small, 4, 0), said, "half a word helps nobody");
     }
 }

@@ -4,19 +4,18 @@
 //! group is the no-op the original asks for (INV-24).
 
 use super::lobby::Lobby;
-use super::root::watch_root;
+use super::root::{hear_out, watch_root};
 use super::wire::{
-    ANSWER_BYTES, Address, HELLO_BYTES, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, decode_refusal,
-    encode_refusal,
+    ANSWER_BYTES, Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal,
 };
-use super::{LOOK_MS, Sockets, dial, expect, recv_any, recv_message, send_message};
+use super::{LOOK_MS, REASON_MS, Sockets, dial, expect, reason, recv_any, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
 const HELLO_MS: u32 = 5_000;
 
-/// How long a rank that cannot send waits for the reason to come around.
-const REASON_MS: u32 = 1_000;
+/// A block of the ring that the sockets' buffers hold, whatever the system's settings.
+const BUFFERED: usize = 16 << 10;
 
 /// One rank's bootstrap state.
 #[derive(Debug)]
@@ -38,7 +37,8 @@ pub struct Group<S: Sockets> {
     next: Option<S::Conn>,
     prev: Option<S::Conn>,
     send: Vec<Option<S::Conn>>,
-    recv: Vec<Option<S::Conn>>,
+    /// With the first half of a message whose rest has not come.
+    recv: Vec<Option<(S::Conn, Option<Header>)>>,
 }
 
 /// What a rank needs to join.
@@ -69,12 +69,14 @@ impl<S: Sockets> Group<S> {
         let at_root =
             |e: Failure| e.during(&format!("rank {} of {} reporting to the root at {}", j.rank, j.nranks, j.root));
         let until = s.now_ms() + u64::from(ms);
+        let mut header = None;
         let (root, answer) = loop {
             let left = until.saturating_sub(s.now_ms()) as u32;
             let root = s.connect(&j.root, left.max(1)).map_err(at_root)?;
-            send_message(s, &root, Kind::InfoToRoot, &info.encode(), ms).map_err(at_root)?;
-            let (kind, payload) =
-                recv_any(s, &root, MAX_REFUSAL, until.saturating_sub(s.now_ms()).max(1) as u32).map_err(at_root)?;
+            send_message(s, &root, info.kind(), &info.encode(), ms).map_err(at_root)?;
+            // The root's clock began with the first report, so this wait is the longer one.
+            let (kind, payload) = recv_any(s, &root, &mut header, MAX_REFUSAL, ms)
+                .map_err(|e| at_root(hear_out(s, &root, &j.root, &mut header, ms, e)))?;
             match kind {
                 // The root of an earlier attempt, which is over; ours will listen here when that one is gone.
                 Kind::Complete if s.now_ms() < until => drop(root),
@@ -96,28 +98,41 @@ impl<S: Sockets> Group<S> {
             send: (0..j.nranks).map(|_| None).collect(),
             recv: (0..j.nranks).map(|_| None).collect(),
         };
-        if j.nranks > 1 {
-            // Until all are wired the root watches every rank; what it says ends the waits here.
-            let mut header = None;
-            let mut watch = || watch_root(s, &root, &mut header);
-            let (next, prev) = ((j.rank + 1) % j.nranks, (j.rank + j.nranks - 1) % j.nranks);
-            g.next =
-                Some(g.dial(s, &answer.next, Purpose::Ring, &mut watch).map_err(|e| {
-                    e.during(&format!("rank {} connecting to rank {next}, its ring successor", j.rank))
-                })?);
-            g.prev = Some(
-                g.accept_from(s, prev, Purpose::Ring, &mut watch)
-                    .map_err(|e| e.during("waiting for the ring predecessor"))?,
+        if let Err(e) = g.wire(s, &root, &answer.next, &mut header) {
+            let e = hear_out(s, &root, &j.root, &mut header, ms, e);
+            if e.origin.is_none() {
+                // The root tells the others. One that is gone is missed by all.
+                let told = Failure::new(e.code, format!("rank {} gave up while the ring was wired: {e}", j.rank));
+                let _ = send_message(s, &root, Kind::Refusal, &encode_refusal(&told, None), LOOK_MS);
+            }
+            return Err(
+                e.during(&format!("rank {} of {} joining the group of the root at {}", j.rank, j.nranks, j.root))
             );
         }
-        send_message(s, &root, Kind::Joined, &[], ms).map_err(at_root)?;
-        recv_message(s, &root, Kind::Complete, 0, ms).map_err(at_root)?;
         drop(root);
         if j.nranks > 1 {
             let all = g.all_gather(s, &mine.0, "addresses")?;
             g.addresses = all.chunks(28).map(Address::from_slice).collect::<Result<_, _>>()?;
         }
         Ok(g)
+    }
+
+    /// Connects this rank's ring edges, and waits until all ranks have theirs. Until then the root watches every rank; what it
+    /// says ends the waits here.
+    fn wire(&mut self, s: &S, root: &S::Conn, successor: &Address, header: &mut Option<Header>) -> Result<(), Failure> {
+        let (rank, n) = (self.rank, self.nranks);
+        if n > 1 {
+            let mut watch = || watch_root(s, root, header);
+            let (next, prev) = ((rank + 1) % n, (rank + n - 1) % n);
+            let dialled = self.dial(s, successor, Purpose::Ring, &mut watch);
+            self.next = Some(
+                dialled.map_err(|e| e.during(&format!("rank {rank} connecting to rank {next}, its ring successor")))?,
+            );
+            let came = self.accept_from(s, prev, Purpose::Ring, &mut watch);
+            self.prev = Some(came.map_err(|e| e.during("waiting for the ring predecessor"))?);
+        }
+        send_message(s, root, Kind::Joined, &[], self.timeout_ms)?;
+        recv_message(s, root, header, Kind::Complete, 0, self.timeout_ms).map(drop)
     }
 
     fn dial(
@@ -163,7 +178,7 @@ impl<S: Sockets> Group<S> {
                 return Ok(conn);
             }
             if hello.purpose == Purpose::Peer {
-                self.recv[rank] = Some(conn);
+                self.recv[rank] = Some((conn, None));
             }
         }
     }
@@ -192,60 +207,74 @@ impl<S: Sockets> Group<S> {
         (self.next, self.prev) = (None, None);
     }
 
-    fn pass_round(&self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
-        let (n, len, ms) = (self.nranks, block.len(), self.timeout_ms);
+    fn pass_round(&mut self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
+        let (rank, n, len, ms) = (self.rank, self.nranks, block.len(), self.timeout_ms);
         let mut all = vec![0; n * len];
-        all[self.rank * len..(self.rank + 1) * len].copy_from_slice(block);
-        let (Some(next), Some(prev)) = (&self.next, &self.prev) else { return Ok(all) };
+        all[rank * len..(rank + 1) * len].copy_from_slice(block);
+        // A connection on which a send failed stays out: it may end in the middle of a message, and whatever followed would be
+        // taken for the rest.
+        let (Some(next), Some(prev)) = (self.next.take(), self.prev.take()) else { return Ok(all) };
+        let mut header = None;
+        // If all sent first, blocks larger than the sockets' buffers could block the whole ring. Smaller ones are sent first by
+        // all, so that nobody's own block waits for another one's.
+        let receives_first = len > BUFFERED && rank % 2 == 1;
         for i in 0..n - 1 {
-            let out = (self.rank + n - i) % n;
-            let inn = (self.rank + n - i - 1) % n;
-            let what = |e: Failure| e.during(&format!("all-gather {hint}, step {i}, rank {}", self.rank));
-            // Odd ranks receive first, so that blocks larger than the sockets' buffers cannot block the whole ring.
-            if self.rank % 2 == 0 {
-                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
-                    .map_err(|e| what(self.of_next(s, prev, e)))?;
+            let out = (rank + n - i) % n;
+            let inn = (rank + n - i - 1) % n;
+            let what = |e: Failure| e.during(&format!("all-gather {hint}, step {i}, rank {rank}"));
+            if !receives_first {
+                send_message(s, &next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                    .map_err(|e| what(self.of_next(s, &prev, &mut header, e)))?;
             }
-            let got = recv_message(s, prev, Kind::Ring, len, ms).map_err(|e| what(self.of_prev(e)))?;
-            if self.rank % 2 == 1 {
-                send_message(s, next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
-                    .map_err(|e| what(self.of_next(s, prev, e)))?;
+            let got = match recv_message(s, &prev, &mut header, Kind::Ring, len, ms) {
+                Ok(got) => got,
+                Err(e) => {
+                    self.next = Some(next);
+                    let hops = if len > BUFFERED { 2 * i + 1 - rank % 2 } else { i };
+                    return Err(what(self.of_prev(s, &prev, &mut header, hops.min(n - 2), e)));
+                }
+            };
+            if receives_first {
+                send_message(s, &next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                    .map_err(|e| what(self.of_next(s, &prev, &mut header, e)))?;
             }
             all[inn * len..(inn + 1) * len].copy_from_slice(&got);
         }
+        (self.next, self.prev) = (Some(next), Some(prev));
         Ok(all)
     }
 
     /// A failure to send to the ring successor, with what it means: if that one has failed, its reason is on its way around
     /// the ring.
-    fn of_next(&self, s: &S, prev: &S::Conn, e: Failure) -> Failure {
-        let until = s.now_ms() + u64::from(REASON_MS.min(self.timeout_ms));
-        while e.code == Code::Closed && s.now_ms() < until {
-            match recv_any(s, prev, super::MAX_MESSAGE, LOOK_MS) {
-                Ok((Kind::Refusal, payload)) => {
-                    if let Some((told, _)) = decode_refusal(&payload) {
-                        return told;
-                    }
-                }
-                // What was sent before the reason, or nothing yet.
-                Ok(_) => {}
-                Err(e) if e.code == Code::Timeout => {}
-                Err(_) => break,
-            }
-        }
+    fn of_next(&self, s: &S, prev: &S::Conn, header: &mut Option<Header>, e: Failure) -> Failure {
         let next = (self.rank + 1) % self.nranks;
-        e.during(&format!("rank {next} closed its connection: its process has ended, or see its own error"))
+        if e.code != Code::Closed {
+            return e.during(&format!("rank {next} takes nothing"));
+        }
+        reason(s, prev, header, REASON_MS.min(self.timeout_ms)).unwrap_or_else(|| {
+            e.during(&format!("rank {next} closed its connection: its process has ended, or see its own error"))
+        })
     }
 
-    /// A failure to receive from the ring predecessor, with what it means.
-    fn of_prev(&self, e: Failure) -> Failure {
-        let prev = (self.rank + self.nranks - 1) % self.nranks;
+    /// A failure to receive from the ring predecessor, with what it means. Whoever stands still is at most `hops` places before
+    /// the predecessor, and the time of all that wait for it ends together: the one behind it says its name, so the others hear
+    /// their predecessor out, the longer the further away it may be.
+    fn of_prev(&self, s: &S, prev: &S::Conn, header: &mut Option<Header>, hops: usize, e: Failure) -> Failure {
+        let n = self.nranks;
+        let from = (self.rank + n - 1) % n;
         match e.code {
             _ if e.origin.is_some() => e,
             Code::Closed => {
-                e.during(&format!("rank {prev} closed its connection: its process has ended, or see its own error"))
+                e.during(&format!("rank {from} closed its connection: its process has ended, or see its own error"))
             }
-            Code::Timeout => e.during(&format!("rank {prev} sent nothing")),
+            Code::Timeout if hops == 0 => e.during(&format!("rank {from} sent nothing")),
+            Code::Timeout => reason(s, prev, header, REASON_MS.min(self.timeout_ms).saturating_mul(hops as u32))
+                .unwrap_or_else(|| {
+                    let first = (from + n - hops) % n;
+                    e.during(&format!(
+                        "rank {from} sent nothing: it, or one before it from rank {first} on, has not come"
+                    ))
+                }),
             _ => e,
         }
     }
@@ -278,19 +307,22 @@ impl<S: Sockets> Group<S> {
         }
     }
 
-    /// Receives the next message of `peer`; the lengths must match.
+    /// Receives the next message of `peer`; the lengths must match. One that comes too late is the next call's.
     pub fn recv(&mut self, s: &S, peer: i32, bytes: usize, hint: &str) -> Result<Vec<u8>, Failure> {
         let p = self.peer(peer)?;
         let what = |e: Failure| e.during(&format!("bootstrap receive {hint} from rank {p}"));
         if self.recv[p].is_none() {
             let conn = self.accept_from(s, p, Purpose::Peer, || Ok(())).map_err(what)?;
-            self.recv[p] = Some(conn);
+            self.recv[p] = Some((conn, None));
         }
         match self.recv[p].take() {
-            Some(conn) => {
-                let got = recv_message(s, &conn, Kind::Data, bytes, self.timeout_ms).map_err(what)?;
-                self.recv[p] = Some(conn);
-                Ok(got)
+            Some((conn, mut header)) => {
+                let got = recv_message(s, &conn, &mut header, Kind::Data, bytes, self.timeout_ms);
+                // Nothing is lost by a time-out; any other failure is the connection's end.
+                if got.as_ref().map_or_else(|e| e.code == Code::Timeout, |_| true) {
+                    self.recv[p] = Some((conn, header));
+                }
+                got.map_err(what)
             }
             None => Err(Failure::new(Code::Failure, "the connection that was just accepted is gone")),
         }
@@ -300,7 +332,7 @@ impl<S: Sockets> Group<S> {
 #[cfg(test)]
 mod tests {
     use super::super::root::{Duty, serve, serve_local};
-    use super::super::std_sockets::{StdSockets, loopback};
+    use super::super::std_sockets::{Failing, StdSockets, loopback};
     use super::*;
     use crate::bootstrap::wire::MAGIC;
     use std::io::Write;
@@ -390,6 +422,70 @@ mod tests {
         assert_eq!(join(at, 0, 2, 200).unwrap_err().code, Code::Timeout);
     }
 
+    /// However short the time is, a rank that hears the root's word says who is missing, and one that hears nothing says so,
+    /// and of whom. The root's word comes after the rank's time here, as it does on a busy machine.
+    #[test]
+    fn a_late_word_of_the_root_is_heard_and_a_mute_root_is_named() {
+        for (ms, mute) in [(100, false), (100, true), (900, false)] {
+            let l = StdSockets.listen(&loopback(), 1_000).unwrap();
+            let at = StdSockets.local(&l).unwrap();
+            let rank = std::thread::spawn(move || join(at, 0, 2, ms).map(drop).unwrap_err());
+            let conn = StdSockets.accept(&l, 10_000).unwrap();
+            let (kind, _) = recv_any(&StdSockets, &conn, &mut None, 100, 10_000).unwrap();
+            assert_eq!(kind, Kind::InfoToRoot);
+            if !mute {
+                std::thread::sleep(Duration::from_millis(u64::from(ms) + 100));
+                let missing = Failure::new(Code::Timeout, "1/2 ranks joined after 90 ms: missing 1");
+                send_message(&StdSockets, &conn, Kind::Refusal, &encode_refusal(&missing, None), 1_000).unwrap();
+            }
+            let e = rank.join().unwrap();
+            assert_eq!(e.code, Code::Timeout);
+            let nothing = format!("heard nothing from the root at {at} in time ({ms} ms)");
+            let said = if mute { nothing.as_str() } else { "1/2 ranks joined after 90 ms: missing 1" };
+            assert!(e.text.contains(said), "{ms} ms: {e}");
+        }
+    }
+
+    /// A rank that reports and then stands still is named by the root to all, whichever of them waits for it.
+    #[test]
+    fn a_rank_that_never_wires_its_ring_is_named_to_all() {
+        let (at, root) = started_root(3, 2_000);
+        let ranks: Vec<_> = (0..2).map(|r| std::thread::spawn(move || join(at, r, 3, 2_000).map(drop))).collect();
+        let conn = StdSockets.connect(&at, 5_000).unwrap();
+        let mute = StdSockets.listen(&loopback(), 1000).unwrap();
+        let info = Info { rank: 2, nranks: 3, listen: StdSockets.local(&mute).unwrap(), hash: None };
+        send_message(&StdSockets, &conn, info.kind(), &info.encode(), 5_000).unwrap();
+        for r in ranks {
+            let e = r.join().unwrap().unwrap_err();
+            assert!(e.text.contains("the ring is not wired on") && e.text.contains("rank 2"), "{e}");
+        }
+        assert!(root.join().unwrap().is_err());
+    }
+
+    /// A rank's own time-out keeps its sentence: the root does not say in its place that others are missing.
+    #[test]
+    fn a_time_out_that_a_rank_reports_is_handed_on_as_it_is() {
+        for nranks in [2, 3] {
+            let (at, root) = started_root(nranks, 60_000);
+            let other =
+                (nranks == 3).then(|| std::thread::spawn(move || join(at, 1, 3, 60_000).map(drop).unwrap_err()));
+            let conn = StdSockets.connect(&at, 5_000).unwrap();
+            let info = Info { rank: 0, nranks: nranks as i32, listen: at, hash: None };
+            send_message(&StdSockets, &conn, info.kind(), &info.encode(), 5_000).unwrap();
+            let late = Failure::new(Code::Timeout, "rank 0 waited for its name server");
+            if let Some(other) = other {
+                // From a server's root, say, which no record came with.
+                let conn = StdSockets.connect(&at, 5_000).unwrap();
+                send_message(&StdSockets, &conn, Kind::Refusal, &encode_refusal(&late, None), 5_000).unwrap();
+                assert!(other.join().unwrap().text.contains(&late.text));
+            } else {
+                send_message(&StdSockets, &conn, Kind::Refusal, &encode_refusal(&late, None), 5_000).unwrap();
+            }
+            let e = root.join().unwrap().unwrap_err();
+            assert_eq!((e.code, e.told()), (Code::Timeout, late.text.as_str()));
+        }
+    }
+
     /// Proves INV-32.
     #[test]
     fn a_duplicate_fails_the_group_and_a_stranger_does_not() {
@@ -449,7 +545,7 @@ mod tests {
             let conn = StdSockets.connect(&at, 5_000).unwrap();
             let nobody = StdSockets.local(&StdSockets.listen(&loopback(), 1000).unwrap()).unwrap();
             let info = Info { rank: 1, nranks: 3, listen: nobody, hash: None };
-            send_message(&StdSockets, &conn, Kind::InfoToRoot, &info.encode(), 5_000).unwrap();
+            send_message(&StdSockets, &conn, info.kind(), &info.encode(), 5_000).unwrap();
             drop(conn);
             for r in ranks {
                 let e = r.join().unwrap();
@@ -498,6 +594,95 @@ mod tests {
             assert_eq!(e.code, Code::Other(4), "{e}");
             assert!(e.text.contains("rank 2 failed: no memory for the control block"), "{e}");
         }
+        root.join().unwrap().unwrap();
+    }
+
+    /// All wait for the one that does not come, most of them through others; all say its name.
+    #[test]
+    fn the_rank_that_stands_still_in_an_all_gather_is_named_by_all() {
+        let n = 4;
+        let worlds = [(2, 1), (1, 1), (2, BUFFERED + 1), (1, BUFFERED + 1)].map(|(still, bytes)| {
+            std::thread::spawn(move || {
+                let (at, root) = started_root(n as u32, 3_000);
+                let done = std::sync::Arc::new(std::sync::Barrier::new(n));
+                let ranks = (0..n).map(|r| {
+                    let done = done.clone();
+                    std::thread::spawn(move || {
+                        let mut g = join(at, r, n, 3_000).unwrap();
+                        let e = (r != still).then(|| g.all_gather(&StdSockets, &vec![0; bytes], "test").unwrap_err());
+                        done.wait();
+                        e
+                    })
+                });
+                let ranks: Vec<_> = ranks.collect();
+                for e in ranks.into_iter().filter_map(|t| t.join().unwrap()) {
+                    assert_eq!(e.code, Code::Timeout, "{e}");
+                    assert!(e.text.contains(&format!("rank {still} sent nothing")), "{bytes} bytes: {e}");
+                }
+                root.join().unwrap().unwrap();
+            })
+        });
+        worlds.into_iter().for_each(|w| w.join().unwrap());
+    }
+
+    /// What a rank says after a message that it could not send to its end would be taken for the rest of that message.
+    #[test]
+    fn nothing_follows_half_a_ring_message() {
+        let (at, root) = started_root(2, 20_000);
+        let other = std::thread::spawn(move || {
+            let mut g = join(at, 1, 2, 20_000).unwrap();
+            g.all_gather(&StdSockets, &[7; 60], "test")
+        });
+        let g = join(at, 0, 2, 20_000).unwrap();
+        let s = Failing::default();
+        s.cut.set(true);
+        let mut g: Group<Failing> = Group {
+            rank: g.rank,
+            nranks: g.nranks,
+            cluster_id: g.cluster_id,
+            epoch: g.epoch,
+            addresses: g.addresses,
+            timeout_ms: g.timeout_ms,
+            listener: g.listener,
+            lobby: g.lobby,
+            next: g.next,
+            prev: g.prev,
+            send: g.send,
+            recv: g.recv,
+        };
+        let e = g.all_gather(&s, &[7; 60], "test").unwrap_err();
+        assert!(e.text.contains("rank 1 takes nothing"), "{e}");
+        let e = other.join().unwrap().unwrap_err();
+        assert_eq!(e.code, Code::Closed, "{e}");
+        root.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_rank_that_cannot_connect_does_not_try_for_ever_to_say_so() {
+        let s = Failing::default();
+        let root = loopback().with_port(9);
+        super::super::root::withdraw(&s, &root, 1, 2, &invalid("there is no interface eth9"), 5_000);
+        assert_eq!(s.dialled.get(), 1);
+    }
+
+    /// A message that comes after its reader's time is the next reader's, whole.
+    #[test]
+    fn a_receive_that_was_too_early_loses_nothing() {
+        let (at, root) = started_root(2, 1_500);
+        let (tell, told) = std::sync::mpsc::channel();
+        let sender = std::thread::spawn(move || {
+            let mut g = join(at, 0, 2, 1_500).unwrap();
+            g.send(&StdSockets, 1, &[1; 5], "first").unwrap();
+            told.recv().unwrap();
+            g.send(&StdSockets, 1, &[2; 5], "second").unwrap();
+            g
+        });
+        let mut g = join(at, 1, 2, 1_500).unwrap();
+        assert_eq!(g.recv(&StdSockets, 0, 5, "first").unwrap(), [1; 5]);
+        assert_eq!(g.recv(&StdSockets, 0, 5, "second").unwrap_err().code, Code::Timeout);
+        tell.send(()).unwrap();
+        assert_eq!(g.recv(&StdSockets, 0, 5, "second").unwrap(), [2; 5]);
+        sender.join().unwrap();
         root.join().unwrap().unwrap();
     }
 

@@ -74,6 +74,8 @@ impl<C> Lobby<C> {
                     self.waiting.push(Waiting { conn, header: None, until });
                     self.pause = FIRST_PAUSE;
                 }
+                // It had all the time there is; whoever bounds this call may have given it less than was asked for.
+                Err(e) if e.code == Code::Timeout && idle => return Err(Failure::new(Code::Timeout, "")),
                 Err(e) if e.code == Code::Timeout => self.slow_down(),
                 Err(e) => return Err(e),
             }

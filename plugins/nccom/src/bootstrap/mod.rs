@@ -44,6 +44,9 @@ pub trait Sockets {
 /// A wait of at most this many milliseconds is a look: the host leaves no sentence when it finds nothing.
 pub const LOOK_MS: u32 = 50;
 
+/// How long a rank whose wait was in vain, or that cannot send, waits for the reason that another one hands on.
+pub(crate) const REASON_MS: u32 = 1_000;
+
 /// Short attempts of [`dial`]; then long ones, in which a lost packet is sent again.
 const SHORT_ATTEMPTS: u32 = 20;
 const LONG_ATTEMPT_MS: u32 = 3_000;
@@ -84,23 +87,27 @@ pub(crate) enum Look {
 
 /// Looks for a message without waiting. `header` keeps the first half of one between looks.
 pub(crate) fn look<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Header>, most: usize, ms: u32) -> Look {
-    let h = match header {
-        Some(h) => *h,
-        None => match s.recv(conn, Header::BYTES, ms) {
-            Err(e) if e.code == Code::Timeout => return Look::Nothing,
-            Err(_) => return Look::Gone,
-            Ok(b) => match Header::decode(&b) {
-                Ok(h) if h.len <= most as u64 => *header.insert(h),
-                _ => return Look::Gone,
-            },
-        },
-    };
-    match s.recv(conn, h.len as usize, ms) {
+    match recv_any(s, conn, header, most, ms) {
+        Ok((kind, payload)) => Look::Message(kind, payload),
         Err(e) if e.code == Code::Timeout => Look::Nothing,
         Err(_) => Look::Gone,
-        Ok(payload) => {
-            *header = None;
-            Look::Message(h.kind, payload)
+    }
+}
+
+/// The reason that another one hands on over `conn`, if it comes within `ms`; messages before it are passed over.
+pub(crate) fn reason<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Header>, ms: u32) -> Option<Failure> {
+    let until = s.now_ms() + u64::from(ms);
+    loop {
+        let left = until.saturating_sub(s.now_ms()) as u32;
+        match look(s, conn, header, MAX_MESSAGE, left.min(LOOK_MS)) {
+            Look::Message(Kind::Refusal, payload) => {
+                if let Some((told, _)) = wire::decode_refusal(&payload) {
+                    return Some(told);
+                }
+            }
+            Look::Message(..) => {}
+            Look::Nothing if left > 0 => {}
+            Look::Nothing | Look::Gone => return None,
         }
     }
 }
@@ -119,22 +126,42 @@ pub fn send_message<S: Sockets>(s: &S, conn: &S::Conn, kind: Kind, payload: &[u8
     s.send(conn, &bytes, ms)
 }
 
-/// Receives one framed message of any kind, at most `most` payload bytes.
-pub fn recv_any<S: Sockets>(s: &S, conn: &S::Conn, most: usize, ms: u32) -> Result<(Kind, Vec<u8>), Failure> {
-    let header = Header::decode(&s.recv(conn, Header::BYTES, ms)?)?;
-    if header.len > most as u64 {
+/// Receives one framed message of any kind, at most `most` payload bytes. `header` keeps the first half of one whose rest has
+/// not come: after a time-out the next call goes on with it.
+pub fn recv_any<S: Sockets>(
+    s: &S,
+    conn: &S::Conn,
+    header: &mut Option<Header>,
+    most: usize,
+    ms: u32,
+) -> Result<(Kind, Vec<u8>), Failure> {
+    let h = match *header {
+        Some(h) => h,
+        None => Header::decode(&s.recv(conn, Header::BYTES, ms)?)?,
+    };
+    if h.len > most as u64 {
         let text = format!(
             "a bootstrap message announces {} bytes, at most {most} were expected; the peer is foreign or damaged",
-            header.len
+            h.len
         );
         return Err(Failure::new(Code::Failure, text));
     }
-    Ok((header.kind, s.recv(conn, header.len as usize, ms)?))
+    *header = Some(h);
+    let payload = s.recv(conn, h.len as usize, ms)?;
+    *header = None;
+    Ok((h.kind, payload))
 }
 
-/// Receives one message of the kind and length expected; a refusal carries the other side's sentence.
-pub fn recv_message<S: Sockets>(s: &S, conn: &S::Conn, want: Kind, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
-    let (kind, payload) = recv_any(s, conn, bytes.max(wire::MAX_REFUSAL), ms)?;
+/// Receives one message of the kind and length expected, as [`recv_any`]; a refusal carries the other side's sentence.
+pub fn recv_message<S: Sockets>(
+    s: &S,
+    conn: &S::Conn,
+    header: &mut Option<Header>,
+    want: Kind,
+    bytes: usize,
+    ms: u32,
+) -> Result<Vec<u8>, Failure> {
+    let (kind, payload) = recv_any(s, conn, header, bytes.max(wire::MAX_REFUSAL), ms)?;
     expect(kind, payload, want, bytes)
 }
 

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 
 use super::lobby::Lobby;
 use super::wire::{Address, Header, Info, Kind, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal};
-use super::{LOOK_MS, Look, MAX_MESSAGE, Sockets, look, send_message};
+use super::{LOOK_MS, Look, MAX_MESSAGE, REASON_MS, Sockets, look, reason, recv_message, send_message};
 use crate::fail::{Code, Failure};
 
 /// How long one connection may take to say what it wants.
@@ -139,8 +139,9 @@ fn refuse_all<S: Sockets>(
     visitors: &[Visitor<S::Conn>],
     failure: &Ended,
 ) {
-    // After a time-out nobody is waited for: the ranks' own time is nearly up.
-    let linger = if failure.why.code == Code::Timeout { 0 } else { LINGER_MS.min(duty.timeout_ms / 4) };
+    // After this root's own time-out nobody is waited for: the ranks' time is nearly up.
+    let own = failure.why.code == Code::Timeout && failure.why.origin.is_none();
+    let linger = if own { 0 } else { LINGER_MS.min(duty.timeout_ms / 4) };
     let until = s.now_ms() + u64::from(linger);
     let mut told: BTreeSet<i32> = visitors.iter().flat_map(|v| v.ranks.iter().copied()).collect();
     told.extend(failure.rank.and_then(|r| i32::try_from(r).ok()));
@@ -152,11 +153,8 @@ fn refuse_all<S: Sockets>(
     while told.len() < duty.nranks as usize {
         // The time is up, or the runtime closes.
         let Ok((conn, kind, payload)) = lobby.next(s, listener, until, false, || Ok(())) else { break };
-        if kind != Kind::InfoToRoot {
-            continue;
-        }
-        let each = if payload.len() % super::wire::INFO_BYTES[1] == 0 { 56 } else { 40 };
-        let ranks: Vec<i32> = payload.chunks(each).filter_map(|b| Info::decode(b).ok()).map(|i| i.rank).collect();
+        let Ok(infos) = Info::decode_all(kind, &payload) else { continue };
+        let ranks: Vec<i32> = infos.iter().map(|i| i.rank).collect();
         if ranks.iter().any(|r| told.contains(r)) {
             let _ = send_message(s, &conn, Kind::Complete, &[], HELLO_MS);
         } else {
@@ -189,7 +187,13 @@ pub fn withdraw<S: Sockets>(s: &S, root: &Address, rank: usize, nranks: usize, w
     let begun = s.now_ms();
     while s.now_ms() - begun < u64::from(ms) {
         // Looks only: that the root cannot be reached is not why this rank fails.
-        let Ok(conn) = s.connect(root, LOOK_MS) else { continue };
+        let conn = match s.connect(root, LOOK_MS) {
+            Ok(conn) => conn,
+            // The root may be about to listen.
+            Err(e) if e.code == Code::Timeout => continue,
+            // What fails at once will fail again.
+            Err(_) => return,
+        };
         let said = if why.told().is_empty() { "its own error says why" } else { why.told() };
         let text = format!("rank {rank} of {nranks} gave up before it joined: {said}");
         let _ = send_message(s, &conn, Kind::Refusal, &encode_refusal(&Failure::new(why.code, text), Some(rank)), ms);
@@ -202,7 +206,7 @@ pub fn withdraw<S: Sockets>(s: &S, root: &Address, rank: usize, nranks: usize, w
 pub fn claim<S: Sockets>(s: &S, root: &Address, info: &Info, ms: u32) -> Result<(), Failure> {
     let until = s.now_ms() + u64::from(ms);
     let Ok(conn) = s.connect(root, LOOK_MS.min(ms)) else { return Ok(()) };
-    if send_message(s, &conn, Kind::InfoToRoot, &info.encode(), LOOK_MS).is_err() {
+    if send_message(s, &conn, info.kind(), &info.encode(), LOOK_MS).is_err() {
         return Ok(());
     }
     let mut header = None;
@@ -219,6 +223,11 @@ pub fn claim<S: Sockets>(s: &S, root: &Address, info: &Info, ms: u32) -> Result<
 /// The root gives up a little before the ranks that wait for it do, so that they hear who is missing.
 fn patience(timeout_ms: u32) -> u64 {
     u64::from(timeout_ms - (timeout_ms / 10).min(1000))
+}
+
+/// Whether a wait in the lobby ended with its time. A time-out that a rank reports has that rank's sentence.
+fn timed_out(e: &Failure) -> bool {
+    e.code == Code::Timeout && e.text.is_empty()
 }
 
 /// Accepts until every rank reported, answers all, and stays until all are wired. `cluster_id` and `epoch` are the group's.
@@ -296,7 +305,8 @@ fn see_off<S: Sockets>(
     visitors: &[Visitor<S::Conn>],
     mut meanwhile: impl FnMut() -> Result<(), Failure>,
 ) -> Result<(), Failure> {
-    let until = s.now_ms() + u64::from(duty.timeout_ms);
+    let patience = patience(duty.timeout_ms);
+    let until = s.now_ms() + patience;
     loop {
         let mut all = false;
         // The lobby's rounds give the pauses, and whoever comes now is told that the group has all its ranks.
@@ -309,16 +319,17 @@ fn see_off<S: Sockets>(
         });
         match late {
             _ if all => return Ok(()),
-            Ok((conn, Kind::InfoToRoot, payload)) => {
-                let who = Info::decode(&payload).map_or_else(|_| "a rank".into(), |i| format!("rank {}", i.rank));
-                let text = format!("{who} joined twice: all {} ranks had joined when it came", duty.nranks);
-                refuse(s, &conn, &Failure::new(Code::Failure, text));
+            Ok((conn, kind, payload)) => {
+                if let Some(i) = Info::decode_all(kind, &payload).ok().and_then(|all| all.first().copied()) {
+                    let (who, n) = (i.rank, duty.nranks);
+                    let text = format!("rank {who} joined twice: all {n} ranks had joined when it came");
+                    refuse(s, &conn, &Failure::new(Code::Failure, text));
+                }
             }
-            Ok(_) => {}
-            Err(e) if e.code == Code::Timeout && e.text.is_empty() => {
+            Err(e) if timed_out(&e) => {
                 if s.now_ms() >= until {
                     let waiting: Vec<String> = visitors.iter().filter(|v| !v.joined.get()).map(Visitor::name).collect();
-                    let text = format!("after {} ms the ring is not wired on {}", duty.timeout_ms, waiting.join(", "));
+                    let text = format!("after {patience} ms the ring is not wired on {}", waiting.join(", "));
                     return Err(Failure::new(Code::Timeout, text));
                 }
             }
@@ -342,7 +353,7 @@ fn collect<S: Sockets>(
         let watching = !visitors.is_empty();
         let (conn, kind, payload) = match lobby.next(s, listener, until, watching, || watch(s, visitors).map(drop)) {
             Ok(spoken) => spoken,
-            Err(e) if e.code == Code::Timeout => {
+            Err(e) if timed_out(&e) => {
                 return Err(Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms))).into());
             }
             Err(e) => return Err(e.into()),
@@ -352,13 +363,7 @@ fn collect<S: Sockets>(
         {
             return Err(Ended { why, rank });
         }
-        if kind != Kind::InfoToRoot || payload.is_empty() {
-            continue;
-        }
-        let each = if payload.len() % super::wire::INFO_BYTES[1] == 0 { 56 } else { 40 };
-        let Ok(infos) = payload.chunks(each).map(Info::decode).collect::<Result<Vec<Info>, Failure>>() else {
-            continue;
-        };
+        let Ok(infos) = Info::decode_all(kind, &payload) else { continue };
         if !started {
             started = true;
             until = s.now_ms() + patience(duty.timeout_ms);
@@ -388,17 +393,19 @@ pub fn serve_local<S: Sockets>(
         let infos = collect_local(s, listener, first, count, duty, &mut lobby, &mut visitors)?;
         let conn = up.insert(s.connect(root, duty.timeout_ms)?);
         let payload: Vec<u8> = infos.iter().flat_map(Info::encode).collect();
-        send_message(s, conn, Kind::InfoToRoot, &payload, duty.timeout_ms)?;
-        let bytes = infos.len() * super::wire::ANSWER_BYTES;
-        let answers = super::recv_message(s, conn, Kind::InfoFromRoot, bytes, duty.timeout_ms)?;
+        let kind = infos.first().map_or(Kind::InfoToRoot, Info::kind);
+        send_message(s, conn, kind, &payload, duty.timeout_ms)?;
+        let (bytes, mut header) = (infos.len() * super::wire::ANSWER_BYTES, None);
+        let answers = recv_message(s, conn, &mut header, Kind::InfoFromRoot, bytes, duty.timeout_ms)
+            .map_err(|e| hear_out(s, conn, root, &mut header, duty.timeout_ms, e))?;
         for (v, a) in visitors.iter().zip(answers.chunks(super::wire::ANSWER_BYTES)) {
             // One that cannot be answered has left: the next look at its connection says so to all.
             let _ = send_message(s, &v.conn, Kind::InfoFromRoot, a, duty.timeout_ms);
         }
-        let mut header = None;
         see_off(s, listener, &mut lobby, duty, &visitors, || watch_root(s, conn, &mut header))?;
         send_message(s, conn, Kind::Joined, &[], duty.timeout_ms)?;
-        super::recv_message(s, conn, Kind::Complete, 0, duty.timeout_ms)
+        recv_message(s, conn, &mut header, Kind::Complete, 0, duty.timeout_ms)
+            .map_err(|e| hear_out(s, conn, root, &mut header, duty.timeout_ms, e))
     })();
     match result {
         Ok(_) => complete(s, &visitors),
@@ -432,6 +439,27 @@ pub(crate) fn watch_root<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<
     }
 }
 
+/// A failed wait for the root at `at`, or for what the root watches over. One whose time is up hears the root out, which is
+/// about to say who is missing; a root that says nothing is what failed.
+pub(crate) fn hear_out<S: Sockets>(
+    s: &S,
+    conn: &S::Conn,
+    at: &Address,
+    header: &mut Option<Header>,
+    ms: u32,
+    e: Failure,
+) -> Failure {
+    if e.code != Code::Timeout || e.origin.is_some() {
+        return e;
+    }
+    reason(s, conn, header, REASON_MS).unwrap_or_else(|| {
+        let text =
+            format!("heard nothing from the root at {at} in time ({ms} ms): is the process that runs it stopped?");
+        let said = if e.text.is_empty() { text } else { format!("{text} {}", e.text) };
+        Failure::new(Code::Timeout, said)
+    })
+}
+
 fn collect_local<S: Sockets>(
     s: &S,
     listener: &S::Listener,
@@ -442,11 +470,12 @@ fn collect_local<S: Sockets>(
     visitors: &mut Vec<Visitor<S::Conn>>,
 ) -> Result<Vec<Info>, Failure> {
     let mut infos: Vec<Info> = Vec::new();
-    let until = s.now_ms() + patience(duty.timeout_ms);
+    // Before the group's root gives up, so that it hears which ones of this server are missing.
+    let until = s.now_ms() + patience(patience(duty.timeout_ms) as u32);
     while infos.len() < count as usize {
         let watching = !visitors.is_empty();
         let spoken = lobby.next(s, listener, until, watching, || watch(s, visitors).map(drop)).map_err(|e| {
-            if e.code != Code::Timeout {
+            if !timed_out(&e) {
                 return e;
             }
             let here: Vec<i32> = infos.iter().map(|i| i.rank).collect();
@@ -463,7 +492,7 @@ fn collect_local<S: Sockets>(
         {
             return Err(failure);
         }
-        let (Kind::InfoToRoot, Ok(info)) = (kind, Info::decode(&payload)) else { continue };
+        let Ok(&[info]) = Info::decode_all(kind, &payload).as_deref() else { continue };
         visitors.push(Visitor::new(conn, vec![info.rank]));
         let local = u32::try_from(info.rank).is_ok_and(|r| (first..first + count).contains(&r));
         if !local {
@@ -474,6 +503,13 @@ fn collect_local<S: Sockets>(
         }
         if infos.iter().any(|i| i.rank == info.rank) {
             return Err(Failure::new(Code::Failure, format!("rank {} joined twice on one server", info.rank)));
+        }
+        if let Some(first) = infos.first().filter(|i| i.hash != info.hash) {
+            let text = format!(
+                "rank {} runs another build than rank {} on the same server (git hash mismatch); install one version everywhere",
+                info.rank, first.rank
+            );
+            return Err(Failure::new(Code::Failure, text));
         }
         infos.push(info);
     }

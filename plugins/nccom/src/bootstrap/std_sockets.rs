@@ -11,6 +11,45 @@ use crate::fail::{Code, Failure};
 #[derive(Debug)]
 pub(crate) struct StdSockets;
 
+/// The system's sockets, of which something fails.
+#[derive(Debug, Default)]
+pub(crate) struct Failing {
+    /// A send gets half of its bytes out and then no further.
+    pub cut: std::cell::Cell<bool>,
+    /// No connection can be made, which is known at once; how often one was tried.
+    pub dialled: std::cell::Cell<u32>,
+}
+
+impl Sockets for Failing {
+    type Listener = TcpListener;
+    type Conn = StdConn;
+
+    fn listen(&self, at: &Address, ms: u32) -> Result<TcpListener, Failure> {
+        StdSockets.listen(at, ms)
+    }
+    fn local(&self, l: &TcpListener) -> Result<Address, Failure> {
+        StdSockets.local(l)
+    }
+    fn accept(&self, l: &TcpListener, ms: u32) -> Result<StdConn, Failure> {
+        StdSockets.accept(l, ms)
+    }
+    fn connect(&self, _: &Address, _: u32) -> Result<StdConn, Failure> {
+        self.dialled.set(self.dialled.get() + 1);
+        Err(Failure::new(Code::Other(4), "no sockets left"))
+    }
+    fn send(&self, c: &StdConn, data: &[u8], ms: u32) -> Result<(), Failure> {
+        let most = if self.cut.get() { data.len() / 2 } else { data.len() };
+        StdSockets.send(c, &data[..most], ms)?;
+        if most < data.len() { Err(Failure::new(Code::Timeout, "the buffers are full")) } else { Ok(()) }
+    }
+    fn recv(&self, c: &StdConn, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
+        StdSockets.recv(c, bytes, ms)
+    }
+    fn now_ms(&self) -> u64 {
+        StdSockets.now_ms()
+    }
+}
+
 /// A connection, and what came before its reader had all it wanted.
 #[derive(Debug)]
 pub(crate) struct StdConn(pub TcpStream, std::cell::RefCell<Vec<u8>>);

@@ -52,6 +52,11 @@ impl Address {
         if self.is_v6() { self.0[8] == 0xfe && self.0[9] & 0xc0 == 0x80 } else { self.0[4..6] == [169, 254] }
     }
 
+    /// Number of the interface of a link-local IPv6 address, 0 for none.
+    pub fn scope(&self) -> u32 {
+        if self.is_v6() { u32_at(&self.0, 24) } else { 0 }
+    }
+
     /// The address without its port.
     pub fn ip(&self) -> String {
         let text = self.with_port(0).to_string();
@@ -99,7 +104,7 @@ impl std::fmt::Display for Address {
 pub enum Kind {
     /// Ring all-gather block.
     Ring = 1,
-    /// A rank's record.
+    /// Records of ranks without the hash tag, 40 bytes each.
     InfoToRoot = 2,
     /// The root's answer.
     InfoFromRoot = 3,
@@ -117,6 +122,8 @@ pub enum Kind {
     Joined = 9,
     /// The root's word that all have joined. Our addition.
     Complete = 10,
+    /// Records of ranks with the hash tag, 56 bytes each. Our addition.
+    TaggedInfoToRoot = 11,
 }
 
 /// The end of a group as it travels: `{ u32 magic, u32 status, i32 rank, text }`, the rank being the one that will not come,
@@ -187,6 +194,7 @@ impl Header {
             8 => Kind::Bruck,
             9 => Kind::Joined,
             10 => Kind::Complete,
+            11 => Kind::TaggedInfoToRoot,
             _ => return Err(foreign()),
         };
         Ok(Header { kind, len: u64_at(b, 8) })
@@ -218,6 +226,25 @@ impl Info {
             b.extend_from_slice(h);
         }
         b
+    }
+
+    /// The kind of a message of such records.
+    pub fn kind(&self) -> Kind {
+        if self.hash.is_some() { Kind::TaggedInfoToRoot } else { Kind::InfoToRoot }
+    }
+
+    /// The records of a message. Its kind says which they are: 280 bytes would be seven short ones, or five long ones.
+    pub fn decode_all(kind: Kind, b: &[u8]) -> Result<Vec<Info>, Failure> {
+        let each = match kind {
+            Kind::InfoToRoot => INFO_BYTES[0],
+            Kind::TaggedInfoToRoot => INFO_BYTES[1],
+            _ => return Err(Failure::new(Code::Failure, format!("expected records of ranks, got {kind:?}"))),
+        };
+        if b.is_empty() || b.len() % each != 0 {
+            let text = format!("a message of records of {each} bytes has {} bytes", b.len());
+            return Err(Failure::new(Code::Failure, text));
+        }
+        b.chunks_exact(each).map(Info::decode).collect()
     }
 
     /// From bytes. A foreign magic is the failure whose sentence says so.
@@ -417,6 +444,21 @@ mod tests {
         assert!(Info::decode(&foreign).unwrap_err().text.contains("foreign"));
     }
 
+    /// Five records with the tag are as long as seven without.
+    #[test]
+    fn records_are_told_apart_by_kind_and_not_by_length() {
+        let plain = |rank| Info { rank, nranks: 8, listen: addr(), hash: None };
+        let tagged = |rank| Info { hash: Some([7; 16]), ..plain(rank) };
+        for infos in [(0..7).map(plain).collect::<Vec<_>>(), (0..5).map(tagged).collect()] {
+            let bytes: Vec<u8> = infos.iter().flat_map(Info::encode).collect();
+            assert_eq!(bytes.len(), 280);
+            assert_eq!(Info::decode_all(infos[0].kind(), &bytes).unwrap(), infos);
+            assert!(Info::decode_all(infos[0].kind(), &bytes[1..]).is_err());
+        }
+        assert!(Info::decode_all(Kind::InfoToRoot, &[]).is_err());
+        assert!(Info::decode_all(Kind::Data, &tagged(0).encode()).is_err());
+    }
+
     #[test]
     fn a_refusal_keeps_status_and_sentence_and_a_foreign_one_is_none() {
         let f = Failure::new(Code::Closed, "rank 3 left").during("here");
@@ -439,7 +481,7 @@ mod tests {
     fn root_ids_in_three_forms() {
         assert_eq!(addr().to_string(), "10.1.2.3:4567");
         match parse_root_id("[fe80::1%3]:80").unwrap() {
-            RootId::Address(a) => assert_eq!((a.to_string(), a.0[24]), ("[fe80::1]:80".into(), 3)),
+            RootId::Address(a) => assert_eq!((a.to_string(), a.scope()), ("[fe80::1]:80".into(), 3)),
             other => panic!("{other:?}"),
         }
         let kinds = |text: &str| match parse_root_id(text) {

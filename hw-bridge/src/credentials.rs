@@ -1,0 +1,125 @@
+//! Who is at the other end of a unix socket, as the kernel says.
+//!
+//! A process in another PID namespace may have no pid here: the kernel answers 0 then, which `rustix`'s type for credentials
+//! cannot hold, so the two options are read here.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+/// The peer of a connected unix socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Credentials {
+    /// Its process.
+    pub pid: PeerPid,
+    /// Its effective user when it connected or listened.
+    pub uid: u32,
+}
+
+/// A peer's process id in this process's PID namespace; 0 if it has none here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerPid(i32);
+
+impl PeerPid {
+    /// The id, if there is one here. Without it nothing in `/proc` is the peer's.
+    pub fn here(self) -> Option<u32> {
+        u32::try_from(self.0).ok().filter(|p| *p > 0)
+    }
+}
+
+impl From<u32> for PeerPid {
+    /// Of a process in this namespace.
+    fn from(pid: u32) -> PeerPid {
+        PeerPid(pid.cast_signed())
+    }
+}
+
+impl std::fmt::Display for PeerPid {
+    /// What follows the word "pid" in a message.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.here() {
+            Some(pid) => pid.fmt(f),
+            None => f.write_str("unknown here, other PID namespace"),
+        }
+    }
+}
+
+/// Reads an option of `SOL_SOCKET` whose value is a `T`.
+///
+/// # Safety
+/// Any bytes that the kernel gives for `option` must be a valid `T`.
+unsafe fn option<T>(socket: impl AsFd, option: i32) -> std::io::Result<T> {
+    let mut value = MaybeUninit::<T>::zeroed();
+    let mut len = size_of::<T>() as libc::socklen_t;
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: `value` has `len` bytes, and both outlive the call, which writes no more than that.
+    let r = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, value.as_mut_ptr().cast(), &raw mut len) };
+    if r != 0 {
+        return Err(std::io::Error::last_os_error());
+    }
+    if len as usize != size_of::<T>() {
+        return Err(std::io::ErrorKind::InvalidData.into());
+    }
+    // SAFETY: the kernel has filled it, and any bytes of this option are valid, as the caller promises.
+    Ok(unsafe { value.assume_init() })
+}
+
+/// Who the peer is.
+///
+/// # Errors
+/// The kernel's, for what is no connected unix socket.
+pub fn of_peer(socket: impl AsFd) -> std::io::Result<Credentials> {
+    // SAFETY: `ucred` is three integers.
+    let cred: libc::ucred = unsafe { option(socket, libc::SO_PEERCRED) }?;
+    Ok(Credentials { pid: PeerPid(cred.pid), uid: cred.uid })
+}
+
+/// Whether the peer is a process of this user, or of root.
+pub fn same_user(cred: &Credentials) -> bool {
+    cred.uid == rustix::process::geteuid().as_raw() || cred.uid == 0
+}
+
+/// A descriptor that becomes readable when the peer's process ends, whatever PID namespace it lives in.
+///
+/// # Errors
+/// `ENOPROTOOPT` before Linux 6.5, `ESRCH` or `ENODATA` if it has ended.
+pub fn pidfd_of_peer(socket: impl AsFd) -> std::io::Result<OwnedFd> {
+    // SAFETY: the value is one integer.
+    let fd: i32 = unsafe { option(socket, libc::SO_PEERPIDFD) }?;
+    // SAFETY: the kernel has just opened it for this call (close-on-exec, as every pidfd), and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn a_peer_has_its_pid_and_user_and_a_stranger_none() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let cred = of_peer(&a).unwrap();
+        assert_eq!(cred.pid.here(), Some(std::process::id()));
+        assert!(same_user(&cred));
+        assert_eq!(cred.pid.to_string(), std::process::id().to_string());
+        let elsewhere = PeerPid(0);
+        assert_eq!((elsewhere.here(), elsewhere.to_string().as_str()), (None, "unknown here, other PID namespace"));
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert!(of_peer(&file).is_err() && pidfd_of_peer(&file).is_err());
+    }
+
+    #[test]
+    fn the_pidfd_of_a_peer_is_not_readable_while_it_lives() {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let (a, _b) = UnixStream::pair().unwrap();
+        let fd = match pidfd_of_peer(&a) {
+            Ok(fd) => fd,
+            Err(e) => {
+                assert_eq!(e.raw_os_error(), Some(libc::ENOPROTOOPT), "only an old kernel has none");
+                return;
+            }
+        };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        assert_eq!(poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&now)), Ok(0));
+        // That it becomes readable is tried across PID namespaces, in the package of whole-system tests.
+    }
+}
