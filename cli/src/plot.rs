@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use hw_bridge::peers::Op;
 use serde::Deserialize;
 
-use crate::{collective, measure, size};
+use crate::{collective, size};
 
 /// Bytes a file of results may have.
 const MAX_RESULTS_BYTES: u64 = 64 << 20;
@@ -120,8 +120,11 @@ impl Others {
         Ok(all)
     }
 
-    /// Adds the results of one file; answers how many.
-    fn add(&mut self, text: &str, stem: &str, ranks: usize) -> anyhow::Result<usize> {
+    /// Adds the results in one file's text; answers how many. `stem` names a report.
+    ///
+    /// # Errors
+    /// The text is in none of the forms.
+    pub fn add(&mut self, text: &str, stem: &str, ranks: usize) -> anyhow::Result<usize> {
         match serde_json::from_str::<Document>(text) {
             Ok(Document::Comparison { rows }) => Ok(rows.iter().filter(|r| self.line(r, ranks)).count()),
             Ok(Document::Report(r)) => {
@@ -159,7 +162,7 @@ impl Others {
             && row.threads == Some(n)
             && matches!(&limit[..], "allreduce_touch" | "allreduce_stage")
         {
-            let (_, bus) = measure::bandwidth(Op::AllReduce, bytes, ranks, us);
+            let (_, bus) = collective::bandwidth(Op::AllReduce, bytes, ranks, us);
             return self.keep(Op::AllReduce, Kind::Limit, &format!("limit: {limit}"), bytes, bus);
         }
         false

@@ -134,6 +134,20 @@ impl Beacon {
         Ok(Beacon { rank: comm.rank(), listener, addresses, token, strangers, arrived, watches, begun })
     }
 
+    /// One of a group whose ranks all have this address, a port of the loopback interface, without a communicator.
+    pub(super) fn alone(token: [u8; TOKEN_BYTES], ranks: usize) -> std::io::Result<Beacon> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        listener.set_nonblocking(true)?;
+        let addresses = vec![listener.local_addr()?; ranks];
+        let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        Ok(Beacon { rank: 0, listener, addresses, token, strangers, arrived, watches, begun })
+    }
+
+    /// Where it is reached.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.addresses[self.rank]
+    }
+
     /// Whether a rank's meeting place is gone: its process has ended, or it has freed the communicator.
     pub(in crate::nrt) fn gone(&self, rank: usize) -> bool {
         let dialled = self.addresses.get(rank).map(|a| TcpStream::connect_timeout(a, Duration::from_millis(500)));
@@ -397,11 +411,7 @@ mod tests {
     use super::*;
 
     fn beacon(token: [u8; TOKEN_BYTES]) -> Beacon {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let addresses = vec![listener.local_addr().unwrap(); 2];
-        let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
-        Beacon { rank: 0, listener, addresses, token, strangers, arrived, watches, begun }
+        Beacon::alone(token, 2).unwrap()
     }
 
     fn hello(token: [u8; TOKEN_BYTES], rank: u32, kind: u8) -> Vec<u8> {
