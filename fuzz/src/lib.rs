@@ -6,18 +6,18 @@
 //!
 //! | target | bytes of | read by |
 //! |---|---|---|
-//! | [`table`](choice::table) | `WCCL_TUNE_FILE` | `enc::table` |
-//! | [`schedule`](choice::schedule) | a compiler of schedules gone wrong | `Schedule::seal`, `enc::check` |
-//! | [`topology`](guest::topology), [`graph`](guest::graph) | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom::topo`, `nccom::search` |
-//! | [`bootstrap`](guest::bootstrap) | ranks and strangers on the bootstrap's sockets | `nccom::bootstrap::wire` and the records |
-//! | [`proxy`](guest::proxy) | the plugin's lists of network operations | `hw_bridge::proxy` |
-//! | [`loader`](guest::loader) | a plugin file | `host_runtime::plugin` |
-//! | [`control`](peer::control), [`operation`](peer::operation) | a peer's control segment | `wccl top`, the sequencer |
-//! | [`links`](peer::links) | both ends of a link | `hw_bridge::links` |
-//! | [`groups`](peer::groups) | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
-//! | [`environment`](user::environment) | variables | `RuntimeConfig`, `DeviceModel` |
-//! | [`sizes`](user::sizes) | the command line | `wccl` |
-//! | [`results`](user::results) | files of `bench --peer-results` | `wccl bench --plot` |
+//! | `table` | `WCCL_TUNE_FILE` | `enc::table` |
+//! | `schedule` | a compiler of schedules gone wrong | `Schedule::seal`, `enc::check` |
+//! | `topology`, `graph` | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom::topo`, `nccom::search` |
+//! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom::bootstrap::wire` and the records |
+//! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
+//! | `loader` | a plugin file | `host_runtime::plugin` |
+//! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
+//! | `links` | both ends of a link | `hw_bridge::links` |
+//! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
+//! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |
+//! | `sizes` | the command line | `wccl` |
+//! | `results` | files of `bench --peer-results` | `wccl bench --plot` |
 
 mod choice;
 mod guest;
@@ -61,7 +61,7 @@ pub const TARGETS: [Target; 14] = [
     target("graph", guest::graph, 2000),
     target("bootstrap", guest::bootstrap, 5000),
     target("proxy", guest::proxy, 5000),
-    target("loader", guest::loader, 60),
+    target("loader", guest::loader, 30),
     target("control", peer::control, 300),
     target("operation", peer::operation, 200),
     target("links", peer::links, 300),
