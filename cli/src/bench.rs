@@ -259,7 +259,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                 case.issue(&mut m.comm, &mut buffers)?;
             }
             let times = measure::calls(&mut m.comm, &mut buffers, case, job.iters as usize)?;
-            let (alg, bus) = measure::bandwidth(op, bytes, n, times.mean);
+            let (alg, bus) = collective::bandwidth(op, bytes, n, times.mean);
             let shown = bad.map_or("N/A".into(), |b| b.to_string());
             let pad = " ".repeat(8usize.saturating_sub(shown.len()));
             let shown = if bad.is_some_and(|b| b > 0) { paint.bad(&shown) } else { shown };
@@ -327,7 +327,7 @@ fn draw(path: &Path, job: &Job, n: usize, rows: &[Row]) -> anyhow::Result<()> {
         }
         if let Some((_, points)) = measured.last_mut() {
             // The median, as comparisons take it.
-            points.push((row.bytes, measure::bandwidth(op, row.bytes, n, row.time_us.p50).1));
+            points.push((row.bytes, collective::bandwidth(op, row.bytes, n, row.time_us.p50).1));
         }
     }
     let about = format!(

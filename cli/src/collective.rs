@@ -54,6 +54,23 @@ pub fn reduces(op: Op) -> bool {
     matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV)
 }
 
+/// Algorithm and bus bandwidth in GB/s (10^9 bytes a second), as nccl-tests define them: `bytes` is the larger of a
+/// rank's buffers, and the factor makes the bus bandwidth comparable with a link's.
+pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
+    if us <= 0.0 {
+        return (0.0, 0.0);
+    }
+    let n = nranks as f64;
+    let alg = bytes as f64 / us / 1e3;
+    let factor = match op {
+        Op::AllReduce => 2.0 * (n - 1.0) / n,
+        Op::Barrier => 0.0,
+        _ if is_blocked(op) => (n - 1.0) / n,
+        _ => 1.0,
+    };
+    (alg, alg * factor)
+}
+
 /// Whether a collective has a root.
 pub fn has_root(op: Op) -> bool {
     matches!(op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
@@ -539,5 +556,17 @@ mod tests {
         assert_eq!(case(Op::SendRecv, 1, 4), (1, 4));
         assert_eq!(case(Op::AllGather, 0, 4), (0, 0));
         assert_eq!(case(Op::Barrier, 64, 4), (0, 0));
+    }
+
+    #[test]
+    fn bandwidths_follow_nccl_tests() {
+        // 1 GB in one second.
+        let bw = |op, n| bandwidth(op, 1_000_000_000, n, 1e6);
+        assert_eq!(bw(Op::AllReduce, 4), (1.0, 1.5));
+        assert_eq!(bw(Op::AllGather, 4), (1.0, 0.75));
+        assert_eq!(bw(Op::Broadcast, 4), (1.0, 1.0));
+        assert_eq!(bw(Op::Barrier, 4), (1.0, 0.0));
+        assert_eq!(bw(Op::AllReduce, 1), (1.0, 0.0));
+        assert_eq!(bandwidth(Op::AllReduce, 8, 2, 0.0), (0.0, 0.0));
     }
 }

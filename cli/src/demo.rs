@@ -9,7 +9,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
 
-use crate::collective::{Buffers, Case, Memory, has_in_place, has_root, reduces};
+use crate::collective::{self, Buffers, Case, Memory, has_in_place, has_root, reduces};
 use crate::measure::{self, number};
 use crate::term::{self, Paint, Progress};
 use crate::worker::{self, Member, Ranks};
@@ -225,7 +225,7 @@ fn row(
     let iters = worker::decided(comm, (fitting as u64).clamp(3, MOST_CALLS))?;
     let times = measure::calls(comm, buffers, case, iters as usize)?;
     let bytes = case.bytes(n);
-    let (alg, bus) = measure::bandwidth(case.op, bytes, n, times.mean);
+    let (alg, bus) = collective::bandwidth(case.op, bytes, n, times.mean);
     let barrier = case.op == Op::Barrier;
     let dash = |s: String| if barrier { "-".to_string() } else { s };
     let line = format!(

@@ -1,4 +1,4 @@
-//! Timing of back-to-back calls, and the bandwidths that belong to a time.
+//! Timing of back-to-back calls.
 //!
 //! Calls follow one another on the same buffers without a barrier between; each is timed by itself with the monotonic
 //! clock. What is reported is the slowest rank's, agreed by one small all_reduce after the timed region.
@@ -7,9 +7,8 @@ use std::time::Instant;
 
 use host_runtime::error::Error;
 use host_runtime::nrt::Communicator;
-use hw_bridge::peers::Op;
 
-use crate::collective::{self, Buffers, Case};
+use crate::collective::{Buffers, Case};
 use crate::worker;
 
 /// Times of one call in microseconds, each the slowest rank's.
@@ -51,23 +50,6 @@ pub fn calls(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, iters:
     Ok(Times { mean, p50, p99, min })
 }
 
-/// Algorithm and bus bandwidth in GB/s (10^9 bytes a second), as nccl-tests define them: `bytes` is the larger of a
-/// rank's buffers, and the factor makes the bus bandwidth comparable with a link's.
-pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
-    if us <= 0.0 {
-        return (0.0, 0.0);
-    }
-    let n = nranks as f64;
-    let alg = bytes as f64 / us / 1e3;
-    let factor = match op {
-        Op::AllReduce => 2.0 * (n - 1.0) / n,
-        Op::Barrier => 0.0,
-        _ if collective::is_blocked(op) => (n - 1.0) / n,
-        _ => 1.0,
-    };
-    (alg, alg * factor)
-}
-
 /// Three significant digits in eight columns.
 pub fn number(x: f64) -> String {
     match x {
@@ -87,17 +69,5 @@ mod tests {
         assert_eq!(summary(&mut ns), Times { mean: 50.5, p50: 51.0, p99: 100.0, min: 1.0 });
         assert_eq!(summary(&mut [5000]), Times { mean: 5.0, p50: 5.0, p99: 5.0, min: 5.0 });
         assert_eq!(summary(&mut []).mean, 0.0);
-    }
-
-    #[test]
-    fn bandwidths_follow_nccl_tests() {
-        // 1 GB in one second.
-        let bw = |op, n| bandwidth(op, 1_000_000_000, n, 1e6);
-        assert_eq!(bw(Op::AllReduce, 4), (1.0, 1.5));
-        assert_eq!(bw(Op::AllGather, 4), (1.0, 0.75));
-        assert_eq!(bw(Op::Broadcast, 4), (1.0, 1.0));
-        assert_eq!(bw(Op::Barrier, 4), (1.0, 0.0));
-        assert_eq!(bw(Op::AllReduce, 1), (1.0, 0.0));
-        assert_eq!(bandwidth(Op::AllReduce, 8, 2, 0.0), (0.0, 0.0));
     }
 }

@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use hw_bridge::peers::Op;
 use serde::Deserialize;
 
-use crate::{collective, measure, size};
+use crate::{collective, size};
 
 /// Bytes a file of results may have.
 const MAX_RESULTS_BYTES: u64 = 64 << 20;
@@ -126,8 +126,12 @@ impl Others {
         Ok(all)
     }
 
-    /// Adds the results of one file; answers how many, and the numbers of ranks that the file has results for.
-    fn add(&mut self, text: &str, stem: &str, ranks: usize) -> anyhow::Result<(usize, BTreeSet<u64>)> {
+    /// Adds the results in one file's text; answers how many, and the numbers of ranks that the file has results for. `stem`
+    /// names a report.
+    ///
+    /// # Errors
+    /// The text is in none of the forms.
+    pub fn add(&mut self, text: &str, stem: &str, ranks: usize) -> anyhow::Result<(usize, BTreeSet<u64>)> {
         let rows = match serde_json::from_str::<Document>(text) {
             Ok(Document::Comparison { rows }) => rows,
             Ok(Document::Report(r)) => {
@@ -167,7 +171,7 @@ impl Others {
             && row.threads == Some(n)
             && matches!(&limit[..], "allreduce_touch" | "allreduce_stage")
         {
-            let (_, bus) = measure::bandwidth(Op::AllReduce, bytes, ranks, us);
+            let (_, bus) = collective::bandwidth(Op::AllReduce, bytes, ranks, us);
             return self.keep(Op::AllReduce, Kind::Limit, &format!("limit: {limit}"), bytes, bus);
         }
         false

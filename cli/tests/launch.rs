@@ -47,6 +47,24 @@ fn a_rank_that_is_killed_is_named_with_its_signal() {
     has(&said, &["rank 2 of 3 (pid ", "was killed by signal 11 (SIGSEGV)"]);
 }
 
+/// The others may still say what they saw of a failure: they are ended a moment after it, not at once. Rank 0 speaks only when
+/// the launcher has taken note of rank 1's end, which is when its number is free.
+#[test]
+fn the_others_say_their_last_words() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("last-words-{}", std::process::id()));
+    let pid = file.display();
+    let script = format!(
+        "if [ $RANK = 1 ]; then echo $$ >'{pid}.new'; mv '{pid}.new' '{pid}'; exit 3; fi
+         until [ -s '{pid}' ]; do sleep 0.01; done
+         while kill -0 $(cat '{pid}') 2>/dev/null; do :; done
+         echo 'rank 1 is gone, says rank 0'; exec sleep 600"
+    );
+    let (out, said) = ranks(2, &script);
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    has(&said, &["[0] rank 1 is gone, says rank 0", "rank 1 of 2 (pid ", "exited with code 3"]);
+}
+
 /// A stopped rank does not keep the launcher from ending the group.
 #[test]
 fn a_stopped_rank_is_ended_with_the_others() {

@@ -12,7 +12,7 @@
 //! group) and run side by side, each on its caller's thread. [`crate::peers::Abort`] works from any thread.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -48,6 +48,18 @@ pub enum Place {
     Stage(u16, u8),
     /// A rank's staging half for results; this rank's own included.
     Result(u16, u8),
+}
+
+impl Place {
+    /// Whose scale a source here is multiplied by in a pre-scaled sum of `rank`: inputs are scaled, sums are not.
+    #[inline]
+    pub fn scaled_by(self, rank: usize) -> Option<usize> {
+        match self {
+            Place::In => Some(rank),
+            Place::PeerIn(r) | Place::Slot(r) | Place::Stage(r, _) => Some(usize::from(r)),
+            Place::Out | Place::PeerOut(_) | Place::Result(..) => None,
+        }
+    }
 }
 
 /// A position in a buffer, in bytes.
@@ -1109,8 +1121,8 @@ impl Lane {
                 if a.is_none() && need_in > 0 || b.is_none() && need_out > 0 {
                     return Err(OpError::BadPeer { rank: self.endpoint.rank, seq, peer });
                 }
-                bases.peer_in[peer] = a.unwrap_or(std::ptr::null_mut());
-                bases.peer_out[peer] = b.unwrap_or(std::ptr::null_mut());
+                *bases.peer_in[peer].get_mut() = a.unwrap_or(std::ptr::null_mut());
+                *bases.peer_out[peer].get_mut() = b.unwrap_or(std::ptr::null_mut());
             }
         }
         Ok(())
@@ -1133,10 +1145,10 @@ impl Lane {
     #[inline]
     fn at(&self, s: &Schedule, at: At, bases: &Bases, seq: u64) -> *mut u8 {
         let base = match at.0 {
-            Place::In => bases.own_in,
-            Place::Out => bases.own_out,
-            Place::PeerIn(p) => bases.peer_in[usize::from(p)],
-            Place::PeerOut(p) => bases.peer_out[usize::from(p)],
+            Place::In => bases.own_in.load(Ordering::Relaxed),
+            Place::Out => bases.own_out.load(Ordering::Relaxed),
+            Place::PeerIn(p) => bases.peer_in[usize::from(p)].load(Ordering::Relaxed),
+            Place::PeerOut(p) => bases.peer_out[usize::from(p)].load(Ordering::Relaxed),
             Place::Slot(r) => self.lane_of(r).payload(seq, s.slot_len as usize),
             Place::Stage(r, half) => self.lane_of(r).stage(false, usize::from(half)),
             Place::Result(r, half) => self.lane_of(r).stage(true, usize::from(half)),
@@ -1144,14 +1156,10 @@ impl Lane {
         base.wrapping_add(at.1 as usize)
     }
 
-    /// What a source of a pre-scaled sum is multiplied by: its rank's scale if it is an input, one if it is a sum already.
+    /// What a source of a pre-scaled sum is multiplied by.
     #[inline]
     fn scale_of(&self, at: At, bases: &Bases) -> f32 {
-        match at.0 {
-            Place::In => bases.scales[self.endpoint.rank],
-            Place::PeerIn(r) | Place::Slot(r) | Place::Stage(r, _) => bases.scales[usize::from(r)],
-            Place::Out | Place::PeerOut(_) | Place::Result(..) => 1.0,
-        }
+        at.0.scaled_by(self.endpoint.rank).map_or(1.0, |r| bases.scales[r])
     }
 
     #[inline]
@@ -1189,37 +1197,35 @@ struct WaitCtx<'a> {
     napped: bool,
 }
 
+/// Where the buffers of an operation lie. Atomic pointers only so that a lane can be moved between threads and looked at from
+/// several; nobody else writes them, and a relaxed load is a plain one.
 #[derive(Debug)]
 struct Bases {
-    own_in: *mut u8,
-    own_out: *mut u8,
-    peer_in: [*mut u8; MAX_LOCAL_RANKS],
-    peer_out: [*mut u8; MAX_LOCAL_RANKS],
+    own_in: AtomicPtr<u8>,
+    own_out: AtomicPtr<u8>,
+    peer_in: [AtomicPtr<u8>; MAX_LOCAL_RANKS],
+    peer_out: [AtomicPtr<u8>; MAX_LOCAL_RANKS],
     /// Scales of a pre-scaled sum, by rank.
     scales: [f32; MAX_LOCAL_RANKS],
 }
 
 impl Bases {
     fn none() -> Bases {
-        let null = std::ptr::null_mut();
-        let all = [null; MAX_LOCAL_RANKS];
-        Bases { own_in: null, own_out: null, peer_in: all, peer_out: all, scales: [1.0; MAX_LOCAL_RANKS] }
+        let all = || std::array::from_fn(|_| AtomicPtr::default());
+        let (own_in, own_out) = Default::default();
+        Bases { own_in, own_out, peer_in: all(), peer_out: all(), scales: [1.0; MAX_LOCAL_RANKS] }
     }
 
     /// For an operation of `n` ranks: nothing of the one before is left.
     #[inline]
     fn begin(&mut self, own_in: *mut u8, own_out: *mut u8, n: usize) {
-        (self.own_in, self.own_out) = (own_in, own_out);
-        self.peer_in[..n].fill(std::ptr::null_mut());
-        self.peer_out[..n].fill(std::ptr::null_mut());
+        (*self.own_in.get_mut(), *self.own_out.get_mut()) = (own_in, own_out);
+        for p in self.peer_in[..n].iter_mut().chain(&mut self.peer_out[..n]) {
+            *p.get_mut() = std::ptr::null_mut();
+        }
         self.scales[..n].fill(1.0);
     }
 }
-
-// SAFETY: the pointers are of one operation and are not used after it; a lane is moved between operations only.
-unsafe impl Send for Bases {}
-// SAFETY: nothing is reachable through a shared reference but numbers.
-unsafe impl Sync for Bases {}
 
 /// Why a schedule is not executable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -1279,21 +1285,20 @@ impl Schedule {
         let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];
         arrived[rank] = true;
-        // Declared in-place buffers: what a step reads of one and writes to the other must be the same or apart.
+        // What a step reads and what it writes of one buffer must be the same or apart; declared in-place buffers are one.
         let clash = |a: At, b: At, len: u64, same_is_fine: bool| {
-            let whole = |at: At| match (at.0, self.in_place) {
-                (Place::In, Some(d)) => Some(i128::from(at.1) + i128::from(d)),
-                (Place::Out, Some(_)) => Some(i128::from(at.1)),
-                _ => None,
+            let lies = |at: At| match (at.0, self.in_place) {
+                (Place::In, Some(d)) => (Place::Out, i128::from(at.1) + i128::from(d)),
+                (place, _) => (place, i128::from(at.1)),
             };
-            match (whole(a), whole(b)) {
-                (Some(x), Some(y)) if x == y => !same_is_fine && len > 0,
-                (Some(x), Some(y)) => x < y + i128::from(len) && y < x + i128::from(len),
-                _ => false,
-            }
+            let ((p, x), (q, y), len) = (lies(a), lies(b), i128::from(len));
+            p == q && if x == y { !same_is_fine && len > 0 } else { x < y + len && y < x + len }
         };
         let mut extents = vec![(0u64, 0u64); nranks];
         let mut inside = |at: At, len: u64, arrived: &[bool], step: usize| -> Result<(), BadSchedule> {
+            if let Place::Stage(_, half @ 2..) | Place::Result(_, half @ 2..) = at.0 {
+                return Err(bad(step, format!("{at:?}: half {half} of two")));
+            }
             let (limit, who) = match at.0 {
                 Place::In => (self.in_bytes, rank),
                 Place::Out => (self.out_bytes, rank),
@@ -1326,9 +1331,20 @@ impl Schedule {
                 _ => Err(bad(step, format!("{len} bytes at {at:?}, limit {limit}"))),
             }
         };
+        // Inputs are the callers', who may have lent them for reading; of a peer's control segment only its bells are written.
+        let mine = |at: At, step: usize| match at.0 {
+            Place::Out | Place::PeerOut(_) => Ok(()),
+            Place::Slot(r) | Place::Stage(r, _) | Place::Result(r, _) if usize::from(r) == rank => Ok(()),
+            _ => Err(bad(step, format!("{at:?} is not rank {rank}'s to write"))),
+        };
         for (i, step) in self.steps.iter().enumerate() {
             match *step {
-                Step::Arrival(p) | Step::SendsToMe(p) | Step::Wait { peer: p, .. }
+                Step::Copy { dst, .. } | Step::Reduce { dst, .. } | Step::Average { dst, .. } => mine(dst, i)?,
+                Step::Swap { a, b, .. } => mine(a, i).and_then(|()| mine(b, i))?,
+                _ => {}
+            }
+            match *step {
+                Step::Arrival(p) | Step::SendsToMe(p) | Step::ReceivesFromMe(p) | Step::Wait { peer: p, .. }
                     if usize::from(p) >= nranks || usize::from(p) == rank =>
                 {
                     return Err(bad(i, format!("waits for rank {p} of {nranks}")));
@@ -1348,13 +1364,13 @@ impl Schedule {
                     inside(dst, len, &arrived, i)?;
                     inside(src, len, &arrived, i)?;
                     if clash(dst, src, len, false) {
-                        return Err(bad(i, "copies onto itself in place".into()));
+                        return Err(bad(i, "copies onto itself".into()));
                     }
                 }
                 Step::Swap { a, b, len } => {
                     inside(a, len, &arrived, i)?;
                     inside(b, len, &arrived, i)?;
-                    if a.0 == b.0 {
+                    if a.0 == b.0 || clash(a, b, len, false) {
                         return Err(bad(i, "swaps a buffer with itself".into()));
                     }
                 }
@@ -1372,7 +1388,7 @@ impl Schedule {
                     for src in &self.sources[first as usize..end] {
                         inside(*src, len, &arrived, i)?;
                         if clash(dst, *src, len, true) {
-                            return Err(bad(i, "reduces into a part of its source in place".into()));
+                            return Err(bad(i, "reduces into a part of its source".into()));
                         }
                     }
                 }

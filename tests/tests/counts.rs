@@ -268,19 +268,53 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
             Op::AllGather => ((n - 1) * b + own, 0),
             other => panic!("no halving for {}", other.name()),
         },
-        other => panic!("no theory for {}", other.name()),
+        // Each copies from its parent once, or reduces its own input and what each child has.
+        Algorithm::Tree => match op {
+            Op::Broadcast => (if root { own } else { b }, 0),
+            Op::Reduce => {
+                let v = (rank + n - 1) % n;
+                let lowest = if v == 0 { n } else { v & v.wrapping_neg() };
+                let children = (0..).map(|j| 1 << j).take_while(|step| *step < lowest && v + step < n).count();
+                (0, if children > 0 { (children + 1) * b } else { 0 })
+            }
+            other => panic!("no tree for {}", other.name()),
+        },
+        // 1/g reduced inside the group of g; of that 1/m across the m groups, written to m - 1 outputs; the other parts pulled.
+        Algorithm::TwoLevel => match op {
+            Op::AllReduce => {
+                let g = (1..=n.isqrt()).rev().find(|g| n % g == 0).unwrap();
+                let m = n / g;
+                let mine = part(count, g, rank % g);
+                let share = part(mine, m, rank / g);
+                (((m - 1) * share + count - mine) * 4, (g * mine + m * share) * 4)
+            }
+            other => panic!("no two levels for {}", other.name()),
+        },
+    }
+}
+
+/// Collectives that the test of theory asks an algorithm for.
+fn served(algorithm: Algorithm, op: Op) -> bool {
+    match algorithm {
+        Algorithm::OneHop | Algorithm::Mesh | Algorithm::Staged => true,
+        Algorithm::Ring | Algorithm::Halving => matches!(op, Op::AllReduce | Op::AllGather),
+        Algorithm::Tree => matches!(op, Op::Broadcast | Op::Reduce),
+        Algorithm::TwoLevel => op == Op::AllReduce,
     }
 }
 
 /// Every collective in every algorithm that serves it, in place and not.
 #[test]
 fn each_rank_moves_the_bytes_of_the_theory() {
-    let algorithms = [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged, Algorithm::Halving];
-    for algorithm in algorithms {
-        for n in [2usize, 3, 4, 5] {
-            if algorithm == Algorithm::Halving && !n.is_power_of_two() {
-                continue;
-            }
+    for algorithm in Algorithm::ALL {
+        let ranks: &[usize] = match algorithm {
+            // Other numbers of ranks fold some in before, which has no closed form.
+            Algorithm::Halving => &[2, 4],
+            // Prime numbers have no groups.
+            Algorithm::TwoLevel => &[4, 6],
+            _ => &[2, 3, 4, 5],
+        };
+        for &n in ranks {
             let forced = RuntimeConfig { algorithm: Some(algorithm), ..config() };
             world(n, &forced, move |mut comm| {
                 let (rank, lanes) = (comm.rank(), comm.rings().len().clamp(1, 4));
@@ -292,12 +326,10 @@ fn each_rank_moves_the_bytes_of_the_theory() {
                 };
                 let mut buffers = Buffers::new(&comm, counts[2] * 4 * n);
                 for op in COUNTED {
-                    let served = !matches!(algorithm, Algorithm::Ring | Algorithm::Halving)
-                        || matches!(op, Op::AllReduce | Op::AllGather);
                     for (count, in_place) in counts.iter().flat_map(|c| [(*c, false), (*c, true)]) {
                         let device =
                             algorithm != Algorithm::Staged && (algorithm != Algorithm::OneHop || count % 2 == 1);
-                        if !served || in_place && !has_in_place(op) {
+                        if !served(algorithm, op) || in_place && !has_in_place(op) {
                             continue;
                         }
                         let before = comm.counters();
@@ -312,6 +344,77 @@ fn each_rank_moves_the_bytes_of_the_theory() {
                             op.name()
                         );
                     }
+                }
+            });
+        }
+    }
+}
+
+/// Bytes copied by a rank in a collective with lists. `input` is its whole input, `read` what others read of it, each byte
+/// once; `gets` what it receives, also from itself.
+fn copied(algorithm: Algorithm, input: usize, read: usize, gets: usize) -> usize {
+    match algorithm {
+        // The input goes beside the record if anybody reads it.
+        Algorithm::OneHop => gets + if read > 0 { input } else { 0 },
+        Algorithm::Mesh => gets,
+        Algorithm::Staged => gets + read,
+        other => panic!("no lists in {}", other.name()),
+    }
+}
+
+/// The forms with lists, with blocks of different sizes and empty ones.
+#[test]
+fn each_rank_moves_the_bytes_of_its_lists() {
+    for algorithm in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Staged] {
+        for n in [2usize, 3, 4] {
+            let forced = RuntimeConfig { algorithm: Some(algorithm), ..config() };
+            world(n, &forced, move |mut comm| {
+                let (rank, device, dtype) = (comm.rank(), algorithm != Algorithm::Staged, DataType::Fp32);
+                // The largest has several staging pieces.
+                let unit = if algorithm == Algorithm::OneHop { 37 } else { 60_001 };
+                let block = |i: usize| [2, 0, 1, 3][i % 4] * unit;
+                let counts: Vec<usize> = (0..n).map(block).collect();
+                // What p sends to q.
+                let cell = |p: usize, q: usize| block(p * 3 + q);
+                let total: usize = counts.iter().sum();
+                let row: usize = (0..n).map(|q| cell(rank, q)).sum();
+                let column: usize = (0..n).map(|p| cell(p, rank)).sum();
+                let mut buffers = Buffers::new(&comm, (total + row + column) * 4);
+                let long = |list: Vec<usize>| list.into_iter().map(|c| c as u64).collect::<Vec<u64>>();
+                let mut moved = |comm: &mut Communicator, run: &dyn Fn(&mut Communicator, Io<'_>)| {
+                    let before = comm.counters();
+                    run(comm, buffers.io(Op::AllGatherV, device, false, rank, 0, n));
+                    let after = comm.counters();
+                    ((after.copied - before.copied) as usize, (after.reduced - before.reduced) as usize)
+                };
+                let mine = counts[rank];
+                let lists = long(counts.clone());
+                let got = moved(&mut comm, &|comm, io| comm.all_gather_v(io, &lists, dtype).unwrap());
+                let want = (copied(algorithm, mine * 4, mine * 4, total * 4), 0);
+                assert_eq!(got, want, "{algorithm:?} all_gather_v, rank {rank} of {n}");
+
+                let got =
+                    moved(&mut comm, &|comm, io| comm.reduce_scatter_v(io, &lists, dtype, ReduceOp::Sum).unwrap());
+                // Reduced where the inputs are, or all parts put where the others read them.
+                let want = (if algorithm == Algorithm::Mesh { 0 } else { total * 4 }, n * mine * 4);
+                assert_eq!(got, want, "{algorithm:?} reduce_scatter_v, rank {rank} of {n}");
+
+                let (send, recv) =
+                    (long((0..n).map(|q| cell(rank, q)).collect()), long((0..n).map(|p| cell(p, rank)).collect()));
+                let got = moved(&mut comm, &|comm, io| comm.all_to_all_v(io, &send, &recv, dtype).unwrap());
+                // Each rank knows its own row and column only: those of all, 8 bytes a number, go to all ranks first.
+                let rows = (1 + n) * 2 * n * 8;
+                let want = (rows + copied(algorithm, row * 4, (row - cell(rank, rank)) * 4, column * 4), 0);
+                assert_eq!(got, want, "{algorithm:?} all_to_all_v, rank {rank} of {n}");
+
+                // A shift by one, without its last pair; and a rank that sends to itself.
+                for pairs in [(0..n - 1).map(|r| (r, r + 1)).collect(), vec![(0, 0)]] as [Vec<(usize, usize)>; 2] {
+                    let got = moved(&mut comm, &|comm, io| comm.permute(io, unit as u64, dtype, &pairs).unwrap());
+                    let sends = pairs.iter().any(|p| p.0 == rank && p.1 != rank);
+                    let gets = pairs.iter().any(|p| p.1 == rank);
+                    let bytes = |yes: bool| if yes { unit * 4 } else { 0 };
+                    let want = (copied(algorithm, unit * 4, bytes(sends), bytes(gets)), 0);
+                    assert_eq!(got, want, "{algorithm:?} permute {pairs:?}, rank {rank} of {n}");
                 }
             });
         }

@@ -1,4 +1,4 @@
-//! Set-up, guest builds, demo, tests, bench, soak: `cargo xtask help`.
+//! Set-up, guest builds, demo, tests, bench, soak, fuzz: `cargo xtask help`.
 //!
 //! Guests are compiled for WebAssembly, which cargo alone does not arrange; everything that needs them is started
 //! here. Exit codes: 0 done, 1 failed, 2 not possible on this machine or wrongly called; programs that are started pass
@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
+mod fuzz;
 mod guests;
 mod route;
 mod soak;
@@ -39,6 +40,8 @@ Commands:
                    --minutes M, --seconds S   how long
                    --seed N                   repeat the rounds of an earlier run
                    --ranks N                  how many processes
+  fuzz [TARGET]  Try the fuzz targets, or one, under libFuzzer; fail at the first finding. Needs a C++ compiler (g++).
+                   --seconds N       how long each (180)
   spec-coverage  List each invariant of the specification with the tests that prove it.
                    --missing         only those without a test
                    --require LIST    fail unless each has a test; LIST is like 1-27,32,40-45
@@ -87,7 +90,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
     let asks_for_help = |word: &OsString| word == "--help" || word == "-h";
     match command {
         "help" | "--help" | "-h" => help(),
-        "setup" | "guests" | "spec-coverage" if rest.iter().any(asks_for_help) => help(),
+        "setup" | "guests" | "fuzz" | "spec-coverage" if rest.iter().any(asks_for_help) => help(),
         "setup" => {
             no_arguments(command, rest)?;
             setup(&Workspace::find()?)
@@ -114,6 +117,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
             pass_on(cargo.args(["test", "--release", "--workspace"]).args(rest))
         }
         "soak" => pass_on(soak::command(&Workspace::find()?)?.args(rest)),
+        "fuzz" => fuzz::run(&Workspace::find()?, rest),
         "spec-coverage" => spec_coverage(&Workspace::find()?.root, rest),
         other => Err(Usage(format!("There is no command \"{other}\".")).into()),
     }
@@ -267,7 +271,9 @@ mod tests {
 
     #[test]
     fn wrong_calls_are_usage_errors() {
-        let calls: [&[&str]; 6] = [
+        let calls: [&[&str]; 8] = [
+            &["fuzz", "no-such-target"],
+            &["fuzz", "--seconds", "0"],
             &["nonsense"],
             &["guests", "all"],
             &["setup", "--fast"],
@@ -284,7 +290,7 @@ mod tests {
 
     #[test]
     fn the_help_names_every_command() {
-        for command in ["setup", "guests", "demo", "bench", "test", "soak", "spec-coverage", "help"] {
+        for command in ["setup", "guests", "demo", "bench", "test", "soak", "fuzz", "spec-coverage", "help"] {
             assert!(HELP.lines().any(|line| line.trim_start().starts_with(command)), "{command}");
         }
         assert!(HELP.contains(ROUTE_VARIABLE));

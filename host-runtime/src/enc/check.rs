@@ -8,7 +8,7 @@
 //! symbolic execution gets stuck, the waits form a circle.
 //!
 //! *Values.* What a range of a buffer holds is an expression: bytes of a rank's input, or a reduction of expressions in
-//! their order. Buffers are split only where a step begins or ends, so a large count costs what a small one does. A reduced
+//! their order. A pre-scaled sum scales each input once, by its own rank's scale, and no sum again. Buffers are split only where a step begins or ends, so a large count costs what a small one does. A reduced
 //! element must hold every rank once, and ranks that hold the same element must hold the same expression: that is what
 //! makes results bitwise equal everywhere.
 //!
@@ -164,8 +164,9 @@ impl Exprs {
         self.intern(Node::Input(rank, repetition), fact)
     }
 
-    /// Reduces values that lie at the same place of their buffers after shifting.
-    fn reduce(&mut self, op: ReduceOp, vals: &[Val]) -> Result<Val, String> {
+    /// Reduces values that lie at the same place of their buffers after shifting. `scaled` tells by which rank's scale each
+    /// is multiplied if this is a pre-scaled sum: an input by its own rank's, once; a sum of such not again.
+    fn reduce(&mut self, op: ReduceOp, vals: &[Val], scaled: &[Option<usize>]) -> Result<Val, String> {
         let first = vals[0];
         let mut all = self.facts[first.expr as usize];
         for (i, v) in vals.iter().enumerate() {
@@ -178,6 +179,17 @@ impl Exprs {
             }
             if f.op.is_some_and(|o| o != op) {
                 return Err(format!("operand {i} was reduced with {} before", f.op.map_or("", ReduceOp::name)));
+            }
+            if op == ReduceOp::PreMulSum {
+                match (f.op, scaled[i]) {
+                    (None, Some(rank)) if f.ranks == 1 << rank => {}
+                    (None, Some(rank)) => {
+                        return Err(format!("operand {i} gets the scale of rank {rank}, not its own"));
+                    }
+                    (None, None) => return Err(format!("operand {i} is an input that nobody scales")),
+                    (Some(_), Some(_)) => return Err(format!("operand {i} is a sum and would be scaled again")),
+                    (Some(_), None) => {}
+                }
             }
             if v.base != first.base {
                 return Err(format!("operand {i} is another element than operand 0"));
@@ -427,6 +439,15 @@ pub fn check(members: &[Member<'_>], lists: Lists<'_>) -> Result<Proof, Flaw> {
         return shape(format!("{n} ranks"));
     }
     let first = members[0].schedule;
+    // Positions are signed numbers here; sizes that overflow are the largest there is.
+    let most = i64::MAX as u64;
+    for (rank, m) in members.iter().enumerate() {
+        let sizes = super::sizes(&m.call, lists, rank, n);
+        let blocks = m.call.bytes().and_then(|b| b.checked_mul(n as u64));
+        if sizes.input > most || sizes.output > most || blocks.is_none_or(|b| b > most) {
+            return shape(format!("the buffers of rank {rank} are beyond what can be checked"));
+        }
+    }
     for (rank, m) in members.iter().enumerate() {
         let s = m.schedule;
         if s.header != first.header || s.table != first.table || s.slot_len != first.slot_len {
@@ -708,7 +729,8 @@ impl<'a> Machine<'a> {
         if owner >= self.n {
             return Err(Flaw::Shape(format!("{at:?} is of no rank")));
         }
-        Ok((owner * REGIONS + kind, base + at.1))
+        let byte = base.checked_add(at.1).ok_or_else(|| Flaw::Shape(format!("{at:?} is beyond 2^64")))?;
+        Ok((owner * REGIONS + kind, byte))
     }
 
     fn home(&self, p: u16) -> Result<&Home, Flaw> {
@@ -717,7 +739,7 @@ impl<'a> Machine<'a> {
 
     fn overlap(&self, rank: usize, k: usize, a: At, b: At, len: u64) -> Result<bool, Flaw> {
         let (a, b) = (self.place(rank, k, a)?, self.place(rank, k, b)?);
-        Ok(a.0 == b.0 && len > 0 && a.1 < b.1 + len && b.1 < a.1 + len)
+        Ok(a.0 == b.0 && len > 0 && a.1 < b.1.saturating_add(len) && b.1 < a.1.saturating_add(len))
     }
 
     fn names(region: usize) -> String {
@@ -813,6 +835,7 @@ impl<'a> Machine<'a> {
         let mut cuts: Vec<u64> = all.iter().flatten().map(|(off, _, _)| *off).chain([len]).collect();
         cuts.sort_unstable();
         cuts.dedup();
+        let scaled: Vec<Option<usize>> = sources.iter().map(|src| src.0.scaled_by(rank)).collect();
         let mut at = vec![0usize; all.len()];
         let mut out = Vec::with_capacity(cuts.len());
         let mut vals = Vec::with_capacity(all.len());
@@ -824,7 +847,7 @@ impl<'a> Machine<'a> {
                 }
                 vals.push(list[*i].2);
             }
-            let v = self.exprs.reduce(op, &vals).map_err(|e| self.at_step(rank, &e))?;
+            let v = self.exprs.reduce(op, &vals, &scaled).map_err(|e| self.at_step(rank, &e))?;
             if !cut[0].is_multiple_of(size) || v.base.rem_euclid(size as i64) != 0 {
                 return Err(self.at_step(rank, "an element is torn apart"));
             }
@@ -895,7 +918,9 @@ impl<'a> Machine<'a> {
                     }
                     Want::Reduced(src) => {
                         let everyone = u64::MAX >> (64 - self.n);
-                        let op = if self.n == 1 { fact.op } else { Some(call.redop) };
+                        // Nothing need be done with the one input of a single rank, but to scale it.
+                        let alone = self.n == 1 && call.redop != ReduceOp::PreMulSum;
+                        let op = if alone { fact.op } else { Some(call.redop) };
                         if v.base != src as i64
                             || fact.ranks != everyone
                             || fact.op != op
@@ -934,5 +959,29 @@ impl<'a> Machine<'a> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a pre-scaled sum may be made of: inputs by their own scale, sums of such as they are.
+    #[test]
+    fn an_input_is_scaled_once_and_a_sum_not_again() {
+        let mut e = Exprs::new();
+        let input = |e: &mut Exprs, rank| Val { expr: e.input(rank, 0), base: 0 };
+        let (a, b, c) = (input(&mut e, 0), input(&mut e, 1), input(&mut e, 2));
+        let mut sum = |vals: &[Val], scaled: &[Option<usize>]| e.reduce(ReduceOp::PreMulSum, vals, scaled);
+        let two = sum(&[a, b], &[Some(0), Some(1)]).unwrap();
+        assert!(sum(&[two, c], &[None, Some(2)]).is_ok());
+        for (vals, scaled, why) in [
+            ([a, b], [Some(0), None], "operand 1 is an input that nobody scales"),
+            ([a, b], [Some(1), Some(1)], "operand 0 gets the scale of rank 1"),
+            ([c, two], [Some(2), Some(0)], "operand 1 is a sum and would be scaled again"),
+        ] {
+            assert!(sum(&vals, &scaled).unwrap_err().contains(why), "{why}");
+        }
+        assert!(e.reduce(ReduceOp::Sum, &[two, c], &[None, None]).unwrap_err().contains("was reduced with"));
     }
 }

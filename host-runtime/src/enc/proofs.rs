@@ -219,6 +219,11 @@ fn all_counts(algorithm: Algorithm) {
         matrix(algorithm, n, &counts(n as u64), |g| {
             g.prove();
             proved += 1;
+            // The scale changes which sums lie where, so it is proved beside.
+            let scaled = Group { redop: ReduceOp::PreMulSum, ..g };
+            if scaled.call(0).reduces() && scaled.choice(Some(algorithm), 8192) == algorithm {
+                scaled.prove();
+            }
         });
     }
     assert!(proved > 0, "{algorithm:?} serves nothing");
@@ -280,7 +285,7 @@ fn any_group() -> impl Strategy<Value = Group> {
             let op = Op::ALL[op];
             let mut g = Group::new(op, n, count);
             g.dtype = if op == Op::Group { DataType::Uint8 } else { DataType::ALL[d] };
-            g.redop = ReduceOp::ALL[r];
+            g.redop = if seed % 5 == 4 && g.dtype.is_float() { ReduceOp::PreMulSum } else { ReduceOp::ALL[r] };
             g.root = seed as usize % n;
             g.private = private;
             g.in_place = in_place[if op == Op::AllToAll { place % 2 } else { place }];
@@ -311,6 +316,29 @@ fn noticed(all: &[(Call, Schedule)], lists: Lists<'_>, rank: usize, broken: Sche
     let mut all = all.to_vec();
     all[rank].1 = Schedule::clone(&sealed);
     prove(&all, lists).is_err()
+}
+
+/// A scale that is forgotten is noticed, in every algorithm that has one.
+#[test]
+fn a_forgotten_scale_is_noticed() {
+    let mut tried = 0;
+    for g in samples() {
+        let g = Group { redop: ReduceOp::PreMulSum, ..g };
+        if !g.call(0).reduces() || g.choice(Some(g.algorithm), 8192) != g.algorithm {
+            continue;
+        }
+        let all = g.schedules();
+        for (rank, (_, schedule)) in all.iter().enumerate() {
+            for (i, step) in schedule.steps.iter().enumerate() {
+                let Step::Reduce { dst, first, n, count, op: ReduceOp::PreMulSum } = *step else { continue };
+                let mut plain = schedule.clone();
+                plain.steps[i] = Step::Reduce { dst, first, n, count, op: ReduceOp::Sum };
+                assert!(noticed(&all, g.list.view(), rank, plain), "{g:?} rank {rank} step {i}");
+                tried += 1;
+            }
+        }
+    }
+    assert!(tried > 50, "{tried}");
 }
 
 /// Groups of moderate size that between them use every kind of step of every algorithm.

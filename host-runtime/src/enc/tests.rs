@@ -123,11 +123,40 @@ fn steps_that_overlap_in_place_are_refused() {
     };
     let copy = |to: u64| with(Step::Copy { dst: At(Place::Out, to), src: At(Place::In, 0), len: 20 });
     for to in [21, 40, 59] {
-        assert!(copy(to).unwrap_err().contains("copies onto itself in place"), "{to}");
+        assert!(copy(to).unwrap_err().contains("copies onto itself"), "{to}");
     }
     for to in [20, 60] {
         assert_eq!(copy(to), Ok(()));
     }
+}
+
+/// A step that writes an input, which may be lent for reading, or what only a peer may write is refused when sealed; so is one
+/// that reads and writes a part of the same buffer.
+#[test]
+fn steps_that_write_what_is_not_theirs_are_refused() {
+    let c = call(Op::AllReduce, 1 << 20, true, false);
+    let s = Schedule::clone(&compile(&c, 1, 2, Algorithm::Staged, &[]).unwrap());
+    let with = |step: Step| {
+        let mut s = s.clone();
+        s.steps.push(step);
+        s.seal(1, 2).map(|_| ()).map_err(|e| e.to_string())
+    };
+    let copy = |dst: At, src: At| with(Step::Copy { dst, src, len: 16 });
+    let (input, output) = (At(Place::In, 0), At(Place::Out, 0));
+    assert_eq!(copy(output, input), Ok(()));
+    assert_eq!(copy(At(Place::Stage(1, 0), 0), input), Ok(()));
+    for dst in [input, At(Place::Stage(0, 0), 0), At(Place::Result(0, 1), 0), At(Place::Slot(0), 0)] {
+        assert!(copy(dst, output).unwrap_err().contains("not rank 1's to write"), "{dst:?}");
+        let reduce = with(Step::Reduce { dst, first: 0, n: 1, count: 4, op: ReduceOp::Avg });
+        assert!(reduce.unwrap_err().contains("not rank 1's to write"), "{dst:?}");
+        let swap = with(Step::Swap { a: output, b: dst, len: 16 });
+        assert!(swap.unwrap_err().contains("not rank 1's to write"), "{dst:?}");
+    }
+    assert!(copy(At(Place::Stage(1, 2), 0), input).unwrap_err().contains("half 2 of two"));
+    assert_eq!(copy(output, At(Place::Out, 16)), Ok(()));
+    assert!(copy(output, At(Place::Out, 15)).unwrap_err().contains("copies onto itself"));
+    let nobody = with(Step::ReceivesFromMe(2)).unwrap_err();
+    assert!(nobody.contains("rank 2 of 2"), "{nobody}");
 }
 
 #[test]
@@ -185,6 +214,19 @@ fn a_schedule_in_words_has_a_line_for_each_step() {
     assert_eq!(lines[2], "   1 avg of 2, 1 elements, to out+0: in+0, in of rank 1+0");
     assert_eq!(lines[3], "   2 copy 4 bytes: out+0 to out of rank 1+0");
     assert_eq!(lines[4], "   3 signal 2");
+}
+
+/// Sizes that no memory has are refused by the checker and not computed with.
+#[test]
+fn sizes_beyond_what_can_be_checked_are_refused() {
+    use check::{Flaw, Member, check};
+    for (op, count) in [(Op::AllGather, u64::MAX / 4), (Op::AllReduce, u64::MAX / 8), (Op::Gather, u64::MAX)] {
+        let call = call(op, count, false, false);
+        let s = Schedule::clone(&compile(&Call { count: 4, ..call }, 0, 2, Algorithm::Mesh, &[]).unwrap());
+        let m = Member { call, schedule: &s };
+        let e = check(&[m, m], Lists::None).unwrap_err();
+        assert!(matches!(&e, Flaw::Shape(why) if why.contains("beyond what can be checked")), "{e}");
+    }
 }
 
 /// A wait for a signal that comes only after the other waits as well.

@@ -14,6 +14,8 @@
 //! not need. Threads: the caller's.
 
 mod beacon;
+#[doc(hidden)]
+pub mod fuzzing;
 mod pool;
 mod signature;
 mod verdict;

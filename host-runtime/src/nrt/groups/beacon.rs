@@ -49,11 +49,11 @@ use crate::hw::sockets::{decode, encode};
 use crate::limits::ADDRESS_BYTES;
 use crate::nrt::communicator::{Communicator, Rendezvous, bad};
 
-const SECRET_BYTES: usize = 32;
+pub(super) const SECRET_BYTES: usize = 32;
 const BLOCK_BYTES: usize = ADDRESS_BYTES + SECRET_BYTES;
 const ATTEMPT_BYTES: usize = SIGNATURE_BYTES + 4;
 /// Where the tag begins.
-const TAG_AT: usize = 9 + ATTEMPT_BYTES;
+pub(super) const TAG_AT: usize = 9 + ATTEMPT_BYTES;
 const HELLO_BYTES: usize = TAG_AT + 32;
 /// How long a stranger on the listener may take to say all.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
@@ -137,6 +137,12 @@ fn tag(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> Hmac
     mac
 }
 
+/// What a rank says to rank `to`: head, tag, message.
+pub(super) fn sealed(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> Vec<u8> {
+    let tag = tag(secret, to, head, data).finalize().into_bytes();
+    [head, &tag, data].concat()
+}
+
 /// A message that waits to be fetched.
 #[derive(Debug)]
 struct Arrival {
@@ -178,6 +184,20 @@ impl Beacon {
         secret.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
         Ok(Beacon { rank: comm.rank(), listener, addresses, secret, strangers, arrived, watches, begun })
+    }
+
+    /// One of a group whose ranks all have this address, a port of the loopback interface, without a communicator.
+    pub(super) fn alone(secret: [u8; SECRET_BYTES], ranks: usize) -> std::io::Result<Beacon> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        listener.set_nonblocking(true)?;
+        let addresses = vec![listener.local_addr()?; ranks];
+        let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        Ok(Beacon { rank: 0, listener, addresses, secret, strangers, arrived, watches, begun })
+    }
+
+    /// Where it is reached.
+    pub(super) fn address(&self) -> SocketAddr {
+        self.addresses[self.rank]
     }
 
     /// Whether a rank's meeting place is gone: its process has ended, or it has freed the communicator.
@@ -305,15 +325,13 @@ impl<'a> Meeting<'a> {
     fn dial(&self, to: usize, kind: u8, data: &[u8], until: Instant) -> Result<TcpStream, String> {
         let rank = self.members[to];
         let at = self.beacon.addresses[rank];
-        let mut bytes = Vec::with_capacity(HELLO_BYTES + data.len());
+        let mut bytes = Vec::with_capacity(TAG_AT);
         bytes.extend_from_slice(&(self.beacon.rank as u32).to_le_bytes());
         bytes.push(kind);
         bytes.extend_from_slice(&(data.len() as u32).to_le_bytes());
         bytes.extend_from_slice(&self.attempt.survivors);
         bytes.extend_from_slice(&self.attempt.nth.to_le_bytes());
-        let tag = tag(&self.beacon.secret, rank, &bytes, data).finalize();
-        bytes.extend_from_slice(&tag.into_bytes());
-        bytes.extend_from_slice(data);
+        let bytes = sealed(&self.beacon.secret, rank, &bytes, data);
         loop {
             let left = until.saturating_duration_since(Instant::now()).clamp(PAUSE, Duration::from_secs(1));
             let tried = TcpStream::connect_timeout(&at, left).and_then(|mut s| {
@@ -424,11 +442,7 @@ mod tests {
     use super::*;
 
     fn beacon(secret: [u8; SECRET_BYTES]) -> Beacon {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        listener.set_nonblocking(true).unwrap();
-        let addresses = vec![listener.local_addr().unwrap(); 2];
-        let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
-        Beacon { rank: 0, listener, addresses, secret, strangers, arrived, watches, begun }
+        Beacon::alone(secret, 2).unwrap()
     }
 
     /// A message of rank 1 to rank `to`, for the attempt whose survivors have the digest `survivors`.
@@ -438,10 +452,7 @@ mod tests {
         b.extend_from_slice(&(data.len() as u32).to_le_bytes());
         b.extend_from_slice(&[survivors; SIGNATURE_BYTES]);
         b.extend_from_slice(&0u32.to_le_bytes());
-        let tag = tag(&secret, to, &b, data).finalize();
-        b.extend_from_slice(&tag.into_bytes());
-        b.extend_from_slice(data);
-        b
+        sealed(&secret, to, &b, data)
     }
 
     /// Whoever holds the port of a rank that died hears what is meant for that rank. It does not hear the secret, and what it

@@ -1,0 +1,83 @@
+//! Fuzz targets: one plain function for each kind of bytes that come from outside.
+//!
+//! A target may panic on nothing, whatever it is given; where more is promised (what is printed is read back, a schedule
+//! that was sealed stays inside its buffers), it asserts that. Two programs call them: `fuzz` under libFuzzer (`cargo
+//! xtask fuzz`), and `replay` in the tests, over the kept inputs in `corpus/TARGET/` and small changes of them.
+//!
+//! | target | bytes of | read by |
+//! |---|---|---|
+//! | `table` | `WCCL_TUNE_FILE` | `enc::table` |
+//! | `schedule` | a compiler of schedules gone wrong | `Schedule::seal`, `enc::check` |
+//! | `topology`, `graph` | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom::topo`, `nccom::search` |
+//! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom::bootstrap::wire` and the records |
+//! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
+//! | `loader` | a plugin file | `host_runtime::plugin` |
+//! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
+//! | `links` | both ends of a link | `hw_bridge::links` |
+//! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
+//! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |
+//! | `sizes` | the command line | `wccl` |
+//! | `results` | files of `bench --peer-results` | `wccl bench --plot` |
+
+mod choice;
+mod guest;
+mod peer;
+mod user;
+
+// The program's own readers, as they are.
+#[allow(dead_code)]
+#[path = "../../cli/src/collective.rs"]
+mod collective;
+#[allow(dead_code)]
+#[path = "../../cli/src/plot.rs"]
+mod plot;
+#[allow(dead_code)]
+#[path = "../../cli/src/reference.rs"]
+mod reference;
+#[allow(dead_code)]
+#[path = "../../cli/src/size.rs"]
+mod size;
+
+/// A target: its name, the function, and how many changed inputs a replay tries (fewer where one costs more).
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    /// On the command line, and the folder of its corpus.
+    pub name: &'static str,
+    /// What is called.
+    pub run: fn(&[u8]),
+    /// Changed inputs of a replay.
+    pub changes: usize,
+}
+
+const fn target(name: &'static str, run: fn(&[u8]), changes: usize) -> Target {
+    Target { name, run, changes }
+}
+
+/// All of them.
+pub const TARGETS: [Target; 14] = [
+    target("table", choice::table, 3000),
+    target("schedule", choice::schedule, 3000),
+    target("topology", guest::topology, 500),
+    target("graph", guest::graph, 2000),
+    target("bootstrap", guest::bootstrap, 5000),
+    target("proxy", guest::proxy, 5000),
+    target("loader", guest::loader, 30),
+    target("control", peer::control, 300),
+    target("operation", peer::operation, 200),
+    target("links", peer::links, 300),
+    target("groups", peer::groups, 300),
+    target("environment", user::environment, 3000),
+    target("sizes", user::sizes, 5000),
+    target("results", user::results, 2000),
+];
+
+/// The target of that name.
+///
+/// # Errors
+/// A sentence with the names that exist.
+pub fn find(name: &str) -> Result<Target, String> {
+    TARGETS.into_iter().find(|t| t.name == name).ok_or_else(|| {
+        let known: Vec<&str> = TARGETS.iter().map(|t| t.name).collect();
+        format!("There is no fuzz target `{name}`; there are {}.", known.join(", "))
+    })
+}

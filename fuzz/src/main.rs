@@ -1,0 +1,26 @@
+//! The targets under libFuzzer: `cargo xtask fuzz` builds and starts it. `WCCL_FUZZ_TARGET` names the target.
+#![no_main]
+
+use std::sync::OnceLock;
+
+use libfuzzer_sys::fuzz_target;
+
+static TARGET: OnceLock<fuzz::Target> = OnceLock::new();
+
+fuzz_target!(
+    init: {
+        let name = std::env::var("WCCL_FUZZ_TARGET").unwrap_or_default();
+        match fuzz::find(&name) {
+            Ok(target) => drop(TARGET.set(target)),
+            Err(e) => {
+                eprintln!("{e}");
+                std::process::exit(2);
+            }
+        }
+    },
+    |data: &[u8]| {
+        if let Some(target) = TARGET.get() {
+            (target.run)(data);
+        }
+    }
+);

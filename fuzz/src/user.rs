@@ -1,0 +1,62 @@
+//! What a user types, sets or keeps in files.
+
+use std::collections::BTreeMap;
+
+use host_runtime::nrt::RuntimeConfig;
+use hw_bridge::device::DeviceModel;
+
+use crate::{collective, plot, size};
+
+/// Lines `NAME=value`. Names of files are left out: what is in them has targets of its own.
+pub fn environment(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let vars: BTreeMap<&str, &str> = text.lines().filter_map(|l| l.split_once('=')).collect();
+    let look_up = |name: &str| vars.get(name).filter(|_| name != "WCCL_TUNE_FILE").map(|v| v.to_string());
+    match RuntimeConfig::from_vars(look_up) {
+        Ok(config) => {
+            if let Err(e) = DeviceModel::new(config.device) {
+                assert!(!e.to_string().is_empty());
+            }
+        }
+        Err(e) => assert!(!e.to_string().is_empty()),
+    }
+}
+
+/// Words of the command line: sizes, a sweep over them, a collective.
+pub fn sizes(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let words: Vec<&str> = text.lines().collect();
+    let read: Vec<u64> = words.iter().filter_map(|w| size::parse(w).ok()).collect();
+    for n in &read {
+        assert_eq!(size::parse(&size::short(*n)), Ok(*n));
+    }
+    for word in &words {
+        if let Ok(op) = collective::parse(word) {
+            assert_eq!(collective::parse(op.name()), Ok(op));
+        }
+    }
+    if let [min, max, by, ..] = read[..] {
+        for (factor, step) in [(Some(by), None), (None, Some(by)), (None, None)] {
+            if let Ok(all) = size::sweep(min, max, factor, step) {
+                assert!(all[0] == min && all.iter().all(|s| (min..=max).contains(s)) && all.is_sorted());
+            }
+        }
+    }
+}
+
+/// A file of other libraries' results, up to the page.
+pub fn results(data: &[u8]) {
+    let text = String::from_utf8_lossy(data);
+    let mut others = plot::Others::default();
+    for ranks in [2, 4] {
+        if let Err(e) = others.add(&text, "<file>", ranks) {
+            assert!(!e.to_string().is_empty());
+        }
+    }
+    let ops = hw_bridge::peers::Op::ALL;
+    let measured = ops.into_iter().map(|op| (op, vec![(8, 0.5), (1 << 20, 4.0)])).collect();
+    let page = plot::page("title", "about", &plot::panels("wccl", measured, &others));
+    // What comes from the file is text on the page: it opens no element of its own.
+    assert_eq!(page.matches("<script").count(), plot::page("t", "a", &[]).matches("<script").count());
+    assert!(!page.contains("NaN") && !page.contains("inf\""), "a coordinate is no number");
+}
