@@ -9,6 +9,7 @@
 //! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
 //! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
+//! | [`foreign`] | reading the private memory of a peer |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
 //! | [`flight`] | what a lane did: counters, the last operations |
@@ -17,13 +18,14 @@
 //! | [`proxy`] | the proxy's tick over network operations |
 //! | [`sequencer`] | the step language, and executing it |
 //!
-//! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter)
-//! and in `fork` (a page the kernel wipes), and nowhere else.
+//! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
+//! in `fork` (a page the kernel wipes) and in `foreign` (a system call), and nowhere else.
 
 pub mod device;
 pub mod dtype;
 pub mod exhausted;
 pub mod flight;
+pub mod foreign;
 pub mod fork;
 pub mod hbm;
 pub mod limits;
