@@ -79,7 +79,7 @@ pub struct Args {
     /// Where the buffers lie
     #[arg(long, value_enum, default_value = "hbm")]
     buffers: Memory,
-    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged, halving, tree, two-level;
+    /// Algorithm to use wherever it serves: one-hop, mesh, ring, staged, halving, tree, two-level, direct;
     /// default: by size
     #[arg(long, value_name = "NAME")]
     algo: Option<String>,

@@ -200,12 +200,14 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             c.algorithm = algorithm;
         }
     })?;
+    // All are linked now, and have agreed on what the choice goes by.
+    m.comm.barrier()?;
     if !first {
         // Nobody leaves before rank 0 is done: it would be reported as a rank that went.
         m.comm.barrier()?;
         return Ok(ExitCode::SUCCESS);
     }
-    let policy = m.runtime.config().policy();
+    let policy = m.comm.policy();
     let rings = m.comm.rings();
     progress.print(&format!(
         "# wccl {}: {n} ranks on one server, {} buffers, {}, {}; numbers are of the busiest rank; bytes are counted once \
