@@ -268,6 +268,8 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
             Op::AllGather => ((n - 1) * b + own, 0),
             other => panic!("no halving for {}", other.name()),
         },
+        // One copy of each byte, made by the kernel: as the mesh, without what that pushes.
+        Algorithm::Direct => theory(Algorithm::Mesh, op, rank, n, count, in_place),
         other => panic!("no theory for {}", other.name()),
     }
 }
@@ -275,7 +277,8 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
 /// Every collective in every algorithm that serves it, in place and not.
 #[test]
 fn each_rank_moves_the_bytes_of_the_theory() {
-    let algorithms = [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged, Algorithm::Halving];
+    let algorithms =
+        [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged, Algorithm::Halving, Algorithm::Direct];
     for algorithm in algorithms {
         for n in [2usize, 3, 4, 5] {
             if algorithm == Algorithm::Halving && !n.is_power_of_two() {
@@ -295,9 +298,15 @@ fn each_rank_moves_the_bytes_of_the_theory() {
                     let served = !matches!(algorithm, Algorithm::Ring | Algorithm::Halving)
                         || matches!(op, Op::AllReduce | Op::AllGather);
                     for (count, in_place) in counts.iter().flat_map(|c| [(*c, false), (*c, true)]) {
-                        let device =
-                            algorithm != Algorithm::Staged && (algorithm != Algorithm::OneHop || count % 2 == 1);
-                        if !served || in_place && !has_in_place(op) {
+                        let device = match algorithm {
+                            Algorithm::Staged | Algorithm::Direct => false,
+                            Algorithm::OneHop => count % 2 == 1,
+                            _ => true,
+                        };
+                        let direct = algorithm == Algorithm::Direct;
+                        let reduces = matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce);
+                        let not_direct = direct && (reduces || op == Op::AllToAll && in_place);
+                        if !served || not_direct || in_place && !has_in_place(op) {
                             continue;
                         }
                         let before = comm.counters();
