@@ -228,6 +228,12 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         ))?,
         None => progress.print("# table: none, the built-in rule decides")?,
     }
+    if job.memory == Memory::Host {
+        progress.print(match policy.direct {
+            true => "# private memory: all ranks can read one another's",
+            false => "# private memory: some rank cannot read another's, or has WCCL_DIRECT=0: nothing goes directly",
+        })?;
+    }
     for name in &job.collectives {
         let op = collective::parse(name).map_err(anyhow::Error::msg)?;
         progress.print(&format!("#\n# {}", op.name()))?;

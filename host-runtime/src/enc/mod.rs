@@ -225,13 +225,17 @@ fn one_hop_limit(op: Op, private: bool, few: bool) -> u64 {
 }
 
 /// Largest contribution of a rank, in bytes, that goes otherwise although all ranks can read one another's private memory; `None`
-/// for what never goes directly, the collectives that compute. Measured on two cores: each read costs a system call, which
-/// counts most where ranks share cores.
+/// for what never goes directly, the collectives that compute.
+///
+/// Measured on two cores: each read costs a system call, and where ranks share cores one hop lets them run ahead, which counts
+/// for more than a copy.
 fn direct_above(op: Op, few: bool) -> Option<u64> {
+    const KIB: u64 = 1024;
     match op {
         Op::AllReduce | Op::ReduceScatter | Op::ReduceScatterV | Op::Reduce | Op::Barrier | Op::Group => None,
-        _ if few => Some(8 * 1024),
-        _ => Some(256 * 1024),
+        Op::Gather if few => Some(64 * KIB),
+        _ if few => Some(16 * KIB),
+        _ => Some(one_hop_limit(op, true, few).max(64 * KIB)),
     }
 }
 

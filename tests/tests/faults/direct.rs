@@ -46,7 +46,7 @@ fn a_kernel_that_refuses_to_read_a_peer_later_is_an_error_that_names_the_switch(
     if !permitted() {
         return;
     }
-    let send = "broadcast:uint8:100000:0";
+    let send = "broadcast:uint8:1000000:0";
     let mut ranks = start(3, &[], |r| {
         if r == 2 { format!("{send} deny_readv {send} {send}") } else { format!("{send} {send} {send}") }
     });
@@ -54,7 +54,7 @@ fn a_kernel_that_refuses_to_read_a_peer_later_is_an_error_that_names_the_switch(
     let pid = format!("pid {}", ranks[0].pid());
     for r in &mut ranks {
         let e = r.error();
-        has(&e, &["NRT_EXEC_HW_ERR_COLLECTIVES", "operation #2 (broadcast uint8 count 100000 root 0 private memory"]);
+        has(&e, &["NRT_EXEC_HW_ERR_COLLECTIVES", "operation #2 (broadcast uint8 count 1000000 root 0 private memory"]);
         has(&e, &["on rank 2", "the input of rank 0", &pid, "the kernel refuses it", "seccomp", "WCCL_DIRECT=0"]);
     }
 }
