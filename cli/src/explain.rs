@@ -181,12 +181,14 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let progress = Progress::start(first, "loading the plugin and joining the group");
     let mut m = worker::join(rank, n)?;
+    // All are linked now, and have agreed on what the choice goes by.
+    m.comm.barrier()?;
     if !first {
         // Nobody leaves before rank 0 is done: it would be reported as a rank that went.
         m.comm.barrier()?;
         return Ok(ExitCode::SUCCESS);
     }
-    let policy = m.runtime.config().policy();
+    let policy = m.comm.policy();
     let rings = m.comm.rings();
     progress.print(&format!(
         "# {}; numbers are of the busiest rank; bytes are counted once read and once written",
@@ -202,6 +204,12 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             t.digest()
         ))?,
         None => progress.print("# table: none, the built-in rule decides")?,
+    }
+    if job.memory == Memory::Host {
+        progress.print(match policy.direct {
+            true => "# private memory: all ranks can read one another's",
+            false => "# private memory: some rank cannot read another's, or has WCCL_DIRECT=0: nothing goes directly",
+        })?;
     }
     for (op, cases) in job.sweep.cases(n)? {
         progress.print(&format!("#\n# {}", op.name()))?;

@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use host_runtime::enc::Algorithm;
-use host_runtime::enc::table::{Memory as Where, Policy, Row, Table, candidates};
+use host_runtime::enc::table::{Memory as Where, Policy, Row, Table};
 use host_runtime::nrt::RuntimeConfig;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use hw_bridge::peers::Op;
@@ -184,7 +184,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                     continue;
                 }
                 progress.phase(&format!("{} of {}", op.name(), size::short(case.bytes(n))));
-                let serving: Vec<Algorithm> = candidates(&call, n).collect();
+                let serving: Vec<Algorithm> = m.comm.policy().candidates(&call, n).collect();
                 let mut turns = vec![Vec::with_capacity(TURNS); serving.len()];
                 for turn in 0..TURNS {
                     for (algorithm, times) in serving.iter().zip(&mut turns) {

@@ -10,6 +10,7 @@
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
 //! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
 //! | [`credentials`] | who is behind a unix socket |
+//! | [`foreign`] | reading the private memory of a peer |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
 //! | [`flight`] | what a lane did: counters, the last operations |
@@ -19,13 +20,14 @@
 //! | [`sequencer`] | the step language, and executing it |
 //!
 //! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
-//! in `fork` (a page the kernel wipes) and in `credentials` (socket options), and nowhere else.
+//! in `fork` (a page the kernel wipes), in `credentials` (socket options) and in `foreign` (a system call), and nowhere else.
 
 pub mod credentials;
 pub mod device;
 pub mod dtype;
 pub mod exhausted;
 pub mod flight;
+pub mod foreign;
 pub mod fork;
 pub mod hbm;
 pub mod limits;

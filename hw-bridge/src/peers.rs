@@ -29,6 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use crate::credentials::PeerPid;
 use crate::dtype::{DataType, ReduceOp};
 use crate::flight::{self, Counters, Flight, Tally};
+use crate::foreign::{Mark, Space, Unreadable};
 use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
@@ -226,7 +227,8 @@ pub(crate) fn describe(packed: u64, count: u64) -> String {
 }
 
 /// Names of the numbers that [`OpHeader::algorithm`] holds; the algorithms themselves are the runtime's.
-pub const ALGORITHMS: [&str; 8] = ["no algorithm", "one-hop", "mesh", "ring", "staged", "halving", "tree", "two-level"];
+pub const ALGORITHMS: [&str; 9] =
+    ["no algorithm", "one-hop", "mesh", "ring", "staged", "halving", "tree", "two-level", "direct"];
 
 impl std::fmt::Display for OpHeader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -258,7 +260,7 @@ struct Line<T>(T);
 
 #[repr(C)]
 struct Block {
-    ident: Line<[AtomicU64; 9]>,
+    ident: Line<[AtomicU64; 16]>,
     state: Line<StateLine>,
 }
 
@@ -278,6 +280,8 @@ mod ident {
     pub const COMPONENT_CALLS: usize = 7;
     /// Bits of the lanes that have memory.
     pub const COMMITTED: usize = 8;
+    /// Address of the owner's mark in its private memory, and the number there ([`crate::foreign`]).
+    pub const MARK: [usize; 2] = [9, 10];
 }
 
 /// The first page of a lane.
@@ -317,6 +321,8 @@ pub struct Control {
     left: AtomicBool,
     /// The owner's process, where it is a linked peer's and the kernel gave a descriptor of it.
     owner: Option<OwnedFd>,
+    /// What readers of this process's memory know it by; absent in a peer's.
+    mark: Option<Mark>,
 }
 
 /// One lane of a control segment.
@@ -330,12 +336,15 @@ impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
         let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
-        let c = Control { segment, left: AtomicBool::new(false), owner: None };
+        let c = Control { segment, left: AtomicBool::new(false), owner: None, mark: Some(Mark::new()) };
         c.commit(0)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
         word(ident::ASYMMETRIC, u64::from(crate::semaphore::asymmetric()));
         word(ident::PID, u64::from(std::process::id()));
+        if let Some(mark) = &c.mark {
+            ident::MARK.into_iter().zip(mark.words()).for_each(|(at, v)| word(at, v));
+        }
         let (ns, ticks) = flight::now();
         word(ident::CLOCK_NS, ns);
         word(ident::TICKS, ticks);
@@ -363,7 +372,7 @@ impl Control {
                 segment.len()
             )));
         }
-        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None };
+        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None, mark: None };
         let magic = c.block().ident.0[ident::MAGIC].load(Ordering::Acquire);
         if magic != MAGIC {
             return Err(SegmentError::Foreign(format!("its control block has magic {magic:#x}")));
@@ -660,7 +669,8 @@ impl<'a> LaneView<'a> {
         Err(theirs)
     }
 
-    /// The words of a record without inline payload: where the rank's buffers lie in its device memory (input, output),
+    /// The words of a record without inline payload: where the rank's buffers lie in its device memory (input, output), or
+    /// address and bytes of an input in private memory that peers read;
     /// the digest of what the header cannot hold (counts of each rank, pairs), and the bits of its scale.
     #[inline]
     pub(crate) fn words(&self, seq: u64) -> [u64; 4] {
@@ -700,6 +710,9 @@ pub struct Peer {
     pub pid: PeerPid,
     pub(crate) control: Control,
     pub(crate) hbm: Segment,
+    /// Its private memory, and whether it could be read when the link was made.
+    pub(crate) space: Space,
+    pub(crate) readable: Result<(), Unreadable>,
 }
 
 impl Peer {
@@ -710,7 +723,9 @@ impl Peer {
         }
         let mut control = Control::of_peer(mapped.control, rank as u32, nranks as u32)?;
         control.owner = mapped.pidfd;
-        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm })
+        let space = Space::new(mapped.pid, ident::MARK.map(|at| control.ident(at)));
+        let readable = space.probe();
+        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm, space, readable })
     }
 
     /// The peer's control segment.

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use crate::credentials::PeerPid;
 use crate::dtype::ReduceOp;
 use crate::flight::{Counters, State};
+use crate::foreign::Unreadable;
 use crate::hbm::{Hbm, HbmBuf};
 use crate::limits::{
     INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STAGE_BYTES, STREAM_BYTES,
@@ -38,7 +39,7 @@ pub enum Place {
     In,
     /// This rank's output.
     Out,
-    /// A peer's input in its device memory.
+    /// A peer's input, in its device memory or, if the schedule is `direct`, in its private memory.
     PeerIn(u16),
     /// A peer's output in its device memory.
     PeerOut(u16),
@@ -148,6 +149,9 @@ pub struct Schedule {
     pub in_place: Option<i64>,
     /// Whether staging halves are used.
     pub staged: bool,
+    /// Whether inputs in private memory are read where they lie. Nothing else is done with a peer's: copies from
+    /// [`Place::PeerIn`] are all that there may be.
+    pub direct: bool,
     /// Digest of what all ranks must agree on and the header cannot hold (counts of each rank, pairs); 0 for nothing. A
     /// schedule with one has no inline payload: the record's words hold the digest.
     pub table: u64,
@@ -356,7 +360,7 @@ pub enum OpError {
     },
     /// A peer announced a buffer that is not in the memory it granted.
     #[error(
-        "operation #{seq} failed on rank {rank}: rank {peer} announced a buffer outside its device memory; it runs another version or is corrupt"
+        "operation #{seq} failed on rank {rank}: rank {peer} announced a buffer outside its device memory, or an input that is too short; it runs another version or is corrupt"
     )]
     BadPeer {
         /// This rank.
@@ -365,6 +369,25 @@ pub enum OpError {
         seq: u64,
         /// The peer.
         peer: usize,
+    },
+    /// A peer's input in private memory cannot be read.
+    #[error(
+        "operation #{seq} ({what}) failed on rank {rank}: the input of rank {peer} (pid {pid}), in its private memory, cannot be \
+         read: {why}; WCCL_DIRECT=0 on any rank has private memory staged instead"
+    )]
+    Unreadable {
+        /// This rank.
+        rank: usize,
+        /// Sequence number.
+        seq: u64,
+        /// The operation.
+        what: String,
+        /// Whose input.
+        peer: usize,
+        /// Its process.
+        pid: PeerPid,
+        /// Why.
+        why: Unreadable,
     },
     /// The buffers do not fit the kind of schedule.
     #[error("the buffers of {what} on rank {rank} cannot be used: {why}")]
@@ -579,6 +602,17 @@ impl Endpoint {
     /// Control segments of the linked peers, for those who watch.
     pub fn peer_controls(&self) -> impl Iterator<Item = &Control> {
         self.linked_peers().map(|p| &p.control)
+    }
+
+    /// Whether this rank can read the private memory of all others. What the kernel said when each was linked.
+    ///
+    /// # Errors
+    /// A sentence about the first rank that it cannot read.
+    pub fn reads_private(&self) -> Result<(), String> {
+        (0..self.nranks).filter(|p| *p != self.rank).try_for_each(|p| match self.peer(p) {
+            Some(peer) => peer.readable.map_err(|e| format!("rank {p} (pid {}) cannot be read: {e}", peer.pid)),
+            None => Err(format!("rank {p} is not linked")),
+        })
     }
 
     /// Handle that ends operations from another thread.
@@ -858,8 +892,11 @@ impl Lane {
             self.mine().tally().copied(s.payload);
         }
         let inline = s.slot_len > 0 && s.slot_len as usize <= INLINE_BYTES;
-        let words =
-            (!inline).then(|| [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0), s.table, u64::from(scale.to_bits())]);
+        let buffers = match s.direct {
+            true => [input.ptr.addr() as u64, s.in_bytes],
+            false => [input.hbm.unwrap_or(0), output.hbm.unwrap_or(0)],
+        };
+        let words = (!inline).then(|| [buffers[0], buffers[1], s.table, u64::from(scale.to_bits())]);
         self.mine().publish(seq, &s.header, aside, words);
         self.ring_peers();
         let done = s.steps.iter().try_for_each(|step| self.step(s, step, &mut bases, wait));
@@ -1021,6 +1058,12 @@ impl Lane {
                 self.mine().set_progress(wait.seq, step);
                 self.ring_peers();
             }
+            Step::Copy { dst, src: At(Place::PeerIn(peer), from), len } if s.direct => {
+                let dst = self.at(s, dst, bases, wait.seq);
+                // SAFETY: as for Copy.
+                unsafe { self.read_private(usize::from(peer), from, dst, len, bases, wait)? };
+                self.mine().tally().copied(len);
+            }
             Step::Copy { dst, src, len } => {
                 let (dst, src) = (self.at(s, dst, bases, wait.seq), self.at(s, src, bases, wait.seq));
                 // SAFETY: `at` gives pointers into memory that is mapped for the whole operation; the schedule was
@@ -1113,7 +1156,13 @@ impl Lane {
                 return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
             }
             bases.scales[peer] = f32::from_bits(scale as u32);
-            if s.header.flags & FLAG_PRIVATE == 0 {
+            if s.direct {
+                // That the calls match fixes how long the input is; what a peer of another make announces is looked at here.
+                if output < s.extents[peer].0 {
+                    return Err(OpError::BadPeer { rank: self.endpoint.rank, seq, peer });
+                }
+                bases.private_in[peer] = input;
+            } else if s.header.flags & FLAG_PRIVATE == 0 {
                 // A rank without that buffer (a reduce's output off the root) announces any offset; only one that the
                 // steps use must fit.
                 let (need_in, need_out) = s.extents[peer];
@@ -1126,6 +1175,34 @@ impl Lane {
             }
         }
         Ok(())
+    }
+
+    /// Copies from the input of an arrived peer, in its private memory.
+    ///
+    /// # Safety
+    /// `dst` must be valid for writing `len` bytes.
+    unsafe fn read_private(
+        &self,
+        peer: usize,
+        from: u64,
+        dst: *mut u8,
+        len: u64,
+        bases: &Bases,
+        wait: &WaitCtx<'_>,
+    ) -> Result<(), OpError> {
+        let (rank, seq) = (self.endpoint.rank, wait.seq);
+        let Some(p) = self.endpoint.peer(peer) else { return Err(OpError::NotLinked { rank, peer }) };
+        // SAFETY: the caller's contract.
+        let read = unsafe { p.space.read(bases.private_in[peer].wrapping_add(from), dst, len) };
+        read.or_else(|why| {
+            // A rank that leaves takes its buffers along: that it left is what there is to say.
+            self.still_there(peer, wait)?;
+            let (what, pid) = (wait.header.to_string(), p.pid);
+            if why == Unreadable::Gone || p.dead() {
+                return Err(OpError::Died { rank, seq, what, peer, pid, last: self.of(p).last_seen(seq) });
+            }
+            Err(OpError::Unreadable { rank, seq, what, peer, pid, why })
+        })
     }
 
     /// Whether an arrived peer sends to this rank, respectively receives from it.
@@ -1205,6 +1282,8 @@ struct Bases {
     own_out: AtomicPtr<u8>,
     peer_in: [AtomicPtr<u8>; MAX_LOCAL_RANKS],
     peer_out: [AtomicPtr<u8>; MAX_LOCAL_RANKS],
+    /// Addresses of inputs in the peers' own address spaces.
+    private_in: [u64; MAX_LOCAL_RANKS],
     /// Scales of a pre-scaled sum, by rank.
     scales: [f32; MAX_LOCAL_RANKS],
 }
@@ -1213,7 +1292,8 @@ impl Bases {
     fn none() -> Bases {
         let all = || std::array::from_fn(|_| AtomicPtr::default());
         let (own_in, own_out) = Default::default();
-        Bases { own_in, own_out, peer_in: all(), peer_out: all(), scales: [1.0; MAX_LOCAL_RANKS] }
+        let (private_in, scales) = ([0; MAX_LOCAL_RANKS], [1.0; MAX_LOCAL_RANKS]);
+        Bases { own_in, own_out, peer_in: all(), peer_out: all(), private_in, scales }
     }
 
     /// For an operation of `n` ranks: nothing of the one before is left.
@@ -1223,6 +1303,7 @@ impl Bases {
         for p in self.peer_in[..n].iter_mut().chain(&mut self.peer_out[..n]) {
             *p.get_mut() = std::ptr::null_mut();
         }
+        self.private_in[..n].fill(0);
         self.scales[..n].fill(1.0);
     }
 }
@@ -1261,6 +1342,19 @@ impl Schedule {
             })
     }
 
+    /// Whether a step uses a peer's private memory in another way than to copy from its input.
+    fn misuses_private(&self, step: &Step) -> bool {
+        let peers = |at: &At| self.direct && matches!(at.0, Place::PeerIn(_) | Place::PeerOut(_));
+        match step {
+            Step::Copy { dst, src, .. } => peers(dst) || self.direct && matches!(src.0, Place::PeerOut(_)),
+            Step::Swap { a, b, .. } => peers(a) || peers(b),
+            // No reduction of a direct schedule has a peer's input among its sources.
+            Step::Reduce { dst, .. } => peers(dst) || self.sources.iter().any(peers),
+            Step::Average { dst, .. } => peers(dst),
+            _ => false,
+        }
+    }
+
     /// Checks that every step stays inside its buffers and that peers are used only after they arrived. Everything the
     /// sequencer relies on for memory safety is checked here, once, when a schedule is compiled.
     pub fn seal(self, rank: usize, nranks: usize) -> Result<Sealed, BadSchedule> {
@@ -1281,6 +1375,13 @@ impl Schedule {
         }
         if scaled && !dtype.is_float() {
             return Err(bad(0, format!("a pre-scaled sum of {dtype}")));
+        }
+        let private = self.header.flags & FLAG_PRIVATE != 0;
+        if self.direct && (!private || self.slot_len > 0) {
+            return Err(bad(0, "only a schedule for private memory without payload is direct".into()));
+        }
+        if let Some(i) = self.steps.iter().position(|s| self.misuses_private(s)) {
+            return Err(bad(i, "a peer's private memory can be copied from and nothing else".into()));
         }
         let (mut signalled, mut last_wait) = (1u16, 0u16);
         let mut arrived = vec![false; nranks];
@@ -1313,8 +1414,8 @@ impl Schedule {
                 return Err(bad(step, format!("{at:?} is used before rank {who} has arrived")));
             }
             let peer_memory = matches!(at.0, Place::PeerIn(_) | Place::PeerOut(_));
-            if peer_memory && (who == rank || self.header.flags & FLAG_PRIVATE != 0) {
-                return Err(bad(step, format!("{at:?} is not a peer's device memory")));
+            if peer_memory && (who == rank || private && !self.direct) {
+                return Err(bad(step, format!("{at:?} is not memory of a peer that this schedule reaches")));
             }
             if peer_memory && self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES {
                 return Err(bad(step, format!("{at:?}: a record with inline payload has no offsets")));
@@ -1404,8 +1505,8 @@ impl Schedule {
         let reached =
             (0..nranks as u16).filter(|p| self.touches(Place::PeerIn(*p)) || self.touches(Place::PeerOut(*p)));
         let reached: Vec<u16> = reached.collect();
-        // Peers reach this rank's buffers in every schedule whose records carry offsets of device memory.
-        let reaches_me = self.header.flags & FLAG_PRIVATE == 0 && self.slot_len == 0;
+        // Peers reach this rank's buffers in every schedule whose records tell where they are.
+        let reaches_me = (!private || self.direct) && self.slot_len == 0;
         // The buffers of a group are views of all device memory; what it moves is what it copies.
         let copies = self.steps.iter().map(|s| if let Step::Copy { len, .. } = s { *len } else { 0 });
         let moved = match self.header.op {

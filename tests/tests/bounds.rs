@@ -170,11 +170,12 @@ fn all_collectives(comm: &mut Communicator, a: &mut Fenced, b: &mut Fenced, coun
 }
 
 /// Buffers that end at an inaccessible page or begin behind one, and 1 to 15 bytes from it; small odd counts, and ones of
-/// several staging pieces.
+/// several staging pieces. Chosen by size, staged, and read by the kernel.
 #[test]
 fn no_collective_touches_a_byte_outside_private_buffers() {
-    for n in [2usize, 3] {
-        world(n, &config(), move |mut comm| {
+    let algorithms = [None, Some(Algorithm::Staged), Some(Algorithm::Direct)];
+    for (n, algorithm) in [2usize, 3].into_iter().flat_map(|n| algorithms.map(|a| (n, a))) {
+        world(n, &RuntimeConfig { algorithm, ..config() }, move |mut comm| {
             let largest = 700_001;
             let mut buffers = [Fenced::new(2 * largest * n + 16), Fenced::new(2 * largest * n + 16)];
             let [a, b] = &mut buffers;

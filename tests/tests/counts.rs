@@ -290,6 +290,8 @@ fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_
             }
             other => panic!("no two levels for {}", other.name()),
         },
+        // One copy of each byte, made by the kernel: as the mesh, without what that pushes.
+        Algorithm::Direct => theory(Algorithm::Mesh, op, rank, n, count, in_place),
     }
 }
 
@@ -300,6 +302,7 @@ fn served(algorithm: Algorithm, op: Op) -> bool {
         Algorithm::Ring | Algorithm::Halving => matches!(op, Op::AllReduce | Op::AllGather),
         Algorithm::Tree => matches!(op, Op::Broadcast | Op::Reduce),
         Algorithm::TwoLevel => op == Op::AllReduce,
+        Algorithm::Direct => !matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce),
     }
 }
 
@@ -327,9 +330,13 @@ fn each_rank_moves_the_bytes_of_the_theory() {
                 let mut buffers = Buffers::new(&comm, counts[2] * 4 * n);
                 for op in COUNTED {
                     for (count, in_place) in counts.iter().flat_map(|c| [(*c, false), (*c, true)]) {
-                        let device =
-                            algorithm != Algorithm::Staged && (algorithm != Algorithm::OneHop || count % 2 == 1);
-                        if !served(algorithm, op) || in_place && !has_in_place(op) {
+                        let device = match algorithm {
+                            Algorithm::Staged | Algorithm::Direct => false,
+                            Algorithm::OneHop => count % 2 == 1,
+                            _ => true,
+                        };
+                        let not_direct = algorithm == Algorithm::Direct && op == Op::AllToAll && in_place;
+                        if !served(algorithm, op) || not_direct || in_place && !has_in_place(op) {
                             continue;
                         }
                         let before = comm.counters();

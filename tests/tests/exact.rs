@@ -270,21 +270,26 @@ fn scattered_and_rooted_reductions_of_every_count() {
     }
 }
 
-/// The collectives that only move: every count of bytes, a sample for the wider types.
+/// The collectives that only move: every count of bytes, a sample for the wider types. Chosen by size, and by the two ways of
+/// private memory.
 #[test]
 fn moves_of_every_count() {
-    for n in [2usize, 3] {
-        world(n, &config(), move |mut comm| {
+    let algorithms = [None, Some(Algorithm::Staged), Some(Algorithm::Direct)];
+    for (n, algorithm) in [2usize, 3].into_iter().flat_map(|n| algorithms.map(|a| (n, a))) {
+        world(n, &RuntimeConfig { algorithm, ..config() }, move |mut comm| {
             let rank = comm.rank();
             for dtype in [DataType::Uint8, DataType::Fp16, DataType::Fp32, DataType::Int64] {
                 let size = dtype.size();
                 let inputs: Vec<_> = (0..n).map(|r| Random::of(r, 3).bytes(MOST * n * size)).collect();
                 let step = if size == 1 { 1 } else { 97 };
-                for device in [true, false] {
+                let memories: &[bool] = if algorithm.is_none() { &[true, false] } else { &[false] };
+                for &device in memories {
                     let mut bench = Bench::new(&mut comm, device, MOST * 8 * n);
                     for count in (0..=MOST).step_by(step) {
                         let (block, c, root) = (count * size, count as u64, count % n);
-                        let what = |name| format!("{name} {dtype} count {count} rank {rank} of {n} device {device}");
+                        let what = |name| {
+                            format!("{name} {dtype} count {count} rank {rank} of {n} device {device} by {algorithm:?}")
+                        };
                         let own = &inputs[rank][..block];
 
                         let gathered: Vec<u8> = inputs.iter().flat_map(|i| &i[..block]).copied().collect();

@@ -8,6 +8,8 @@ mod common;
 
 #[path = "faults/calls.rs"]
 mod calls;
+#[path = "faults/direct.rs"]
+mod direct;
 #[path = "faults/limits.rs"]
 mod limits;
 #[path = "faults/page.rs"]

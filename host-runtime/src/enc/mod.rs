@@ -14,6 +14,7 @@
 //! | halving | recursive halving and doubling: log2(n) partners | 2 log2(n) |
 //! | tree | binomial tree, in pieces that follow one another | log2(n) + pieces |
 //! | two-level | inside groups of about √n ranks, across them, inside again | 4 |
+//! | direct | the kernel copies from the peers' private memory; only moves, and only where it lets all ranks | 2 |
 //!
 //! Reductions take their sources in rank order (the ring: in ring order), so all ranks get the same bits.
 
@@ -56,11 +57,13 @@ pub enum Algorithm {
     Tree = 6,
     /// Inside groups, across them, inside again.
     TwoLevel = 7,
+    /// Straight from the peers' private memory, by the kernel.
+    Direct = 8,
 }
 
 impl Algorithm {
     /// All of them.
-    pub const ALL: [Algorithm; 7] = [
+    pub const ALL: [Algorithm; 8] = [
         Algorithm::OneHop,
         Algorithm::Mesh,
         Algorithm::Ring,
@@ -68,6 +71,7 @@ impl Algorithm {
         Algorithm::Halving,
         Algorithm::Tree,
         Algorithm::TwoLevel,
+        Algorithm::Direct,
     ];
 
     /// The name on the command line and in tables.
@@ -80,6 +84,7 @@ impl Algorithm {
             Algorithm::Halving => "halving",
             Algorithm::Tree => "tree",
             Algorithm::TwoLevel => "two-level",
+            Algorithm::Direct => "direct",
         }
     }
 }
@@ -219,6 +224,21 @@ fn one_hop_limit(op: Op, private: bool, few: bool) -> u64 {
     }
 }
 
+/// Largest contribution of a rank, in bytes, that goes otherwise although all ranks can read one another's private memory; `None`
+/// for what never goes directly, the collectives that compute.
+///
+/// Measured on two cores: each read costs a system call, and where ranks share cores one hop lets them run ahead, which counts
+/// for more than a copy.
+fn direct_above(op: Op, few: bool) -> Option<u64> {
+    const KIB: u64 = 1024;
+    match op {
+        Op::AllReduce | Op::ReduceScatter | Op::ReduceScatterV | Op::Reduce | Op::Barrier | Op::Group => None,
+        Op::Gather if few => Some(64 * KIB),
+        _ if few => Some(16 * KIB),
+        _ => Some(one_hop_limit(op, true, few).max(64 * KIB)),
+    }
+}
+
 /// Bytes of one rank's buffers in one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
@@ -287,6 +307,10 @@ pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
         Algorithm::Mesh => device,
         Algorithm::Ring => device && ring::serves(call.op),
         Algorithm::Staged => call.private,
+        // In place, both ranks of a pair would have to read before either writes.
+        Algorithm::Direct => {
+            call.private && direct_above(call.op, n <= 2).is_some() && !(call.op == Op::AllToAll && call.in_place)
+        }
         // Partial sums of these lie where inputs lie elsewhere: they would be scaled again.
         _ if call.reduces() && call.redop == ReduceOp::PreMulSum => false,
         Algorithm::Halving => device && halving::serves(call.op),
@@ -296,9 +320,10 @@ pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
 }
 
 /// Which algorithm, if the user forces none. `one_hop_max` is the largest contribution of a rank, in bytes, that goes in one
-/// hop, if the user sets one. A forced algorithm is taken where it serves.
-pub fn choose(call: &Call, n: usize, forced: Option<Algorithm>, one_hop_max: Option<u64>) -> Algorithm {
-    choose_with(call, Lists::None, n, forced, one_hop_max)
+/// hop, if the user sets one. `direct` is whether all ranks can read one another's private memory. A forced algorithm is taken
+/// where it serves.
+pub fn choose(call: &Call, n: usize, forced: Option<Algorithm>, one_hop_max: Option<u64>, direct: bool) -> Algorithm {
+    choose_with(call, Lists::None, n, forced, one_hop_max, direct)
 }
 
 /// As [`choose`], for a call with lists.
@@ -308,16 +333,22 @@ pub fn choose_with(
     n: usize,
     forced: Option<Algorithm>,
     one_hop_max: Option<u64>,
+    direct: bool,
 ) -> Algorithm {
     if call.op == Op::Barrier || call.count == 0 {
         return Algorithm::OneHop;
     }
     let slot = call.slot_bytes_with(lists, n);
     let fits = |most: u64| slot.is_some_and(|b| b <= most.min(LARGE_SLOT_BYTES as u64));
+    let few = n <= 2;
+    let direct = direct_above(call.op, few).filter(|_| direct && serves(Algorithm::Direct, call, n));
+    let small = || one_hop_limit(call.op, call.private, few).min(direct.unwrap_or(u64::MAX));
     match forced {
         Some(Algorithm::OneHop) if fits(u64::MAX) => Algorithm::OneHop,
-        Some(a) if a != Algorithm::OneHop && serves(a, call, n) => a,
-        _ if fits(one_hop_max.unwrap_or_else(|| one_hop_limit(call.op, call.private, n <= 2))) => Algorithm::OneHop,
+        Some(Algorithm::Direct) if direct.is_some() => Algorithm::Direct,
+        Some(a) if !matches!(a, Algorithm::OneHop | Algorithm::Direct) && serves(a, call, n) => a,
+        _ if fits(one_hop_max.unwrap_or_else(small)) => Algorithm::OneHop,
+        _ if direct.is_some_and(|above| slot.is_none_or(|b| b > above)) => Algorithm::Direct,
         _ if call.private => Algorithm::Staged,
         _ => Algorithm::Mesh,
     }
@@ -376,6 +407,11 @@ pub fn compile_with(
             Algorithm::Halving => halving::build(&mut b),
             Algorithm::Tree => tree::build(&mut b),
             Algorithm::TwoLevel => two_level::build(&mut b),
+            // The mesh of those that only move: receivers pull, owners wait for their readers.
+            Algorithm::Direct => {
+                b.schedule.direct = true;
+                device::build(&mut b);
+            }
         }
     }
     b.schedule.seal(rank, n)
@@ -450,7 +486,8 @@ impl<'a> Builder<'a> {
             Op::ReduceScatter | Op::ReduceScatterV | Op::Scatter => Some(-(at as i64)),
             _ => Some(at as i64),
         };
-        let in_place_matters = call.op == Op::AllToAll && call.in_place && algorithm == Algorithm::Mesh;
+        // In place it is another schedule, but in one hop.
+        let in_place_matters = call.op == Op::AllToAll && call.in_place && algorithm != Algorithm::OneHop;
         let header = OpHeader {
             op: call.op,
             dtype: call.dtype,
@@ -470,6 +507,7 @@ impl<'a> Builder<'a> {
             peer_out_bytes,
             in_place,
             staged: false,
+            direct: false,
             table: lists.digest(),
             steps: Vec::new(),
             sources: Vec::new(),

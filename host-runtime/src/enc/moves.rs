@@ -1,6 +1,7 @@
 //! Collectives that only move bytes, from one list of moves that all ranks derive alike from the call and its lists.
 //!
-//! Device memory: each receiver pulls, and the owner waits for its readers. Private memory: every sender stages, in
+//! Device memory, and private memory that peers can read: each receiver pulls, and the owner waits for its readers. Private
+//! memory that they cannot read: every sender stages, in
 //! each *round*, a piece of each of its outgoing stretches, side by side in *lanes* of one half; receivers copy out. Stretches
 //! that several ranks get (all_gather_v) are staged once. Lanes are as wide as their stretches are long, so all of a
 //! sender's end in the same round. Small: the whole input goes beside the arrival record, as in one-hop.
@@ -97,7 +98,10 @@ pub(super) fn build(b: &mut Builder<'_>, algorithm: Algorithm) {
     match algorithm {
         Algorithm::OneHop => one_hop(b, &all),
         Algorithm::Staged => staged(b, &all),
-        _ => pulled(b, &all),
+        _ => {
+            b.schedule.direct = algorithm == Algorithm::Direct;
+            pulled(b, &all);
+        }
     }
 }
 

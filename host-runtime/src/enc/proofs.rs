@@ -5,7 +5,7 @@ use super::*;
 use hw_bridge::limits::{LARGE_SLOT_BYTES, STAGE_BYTES};
 use proptest::prelude::*;
 
-const ALL: [Algorithm; 7] = Algorithm::ALL;
+const ALL: [Algorithm; 8] = Algorithm::ALL;
 
 /// One call of a group, before it is each rank's own.
 #[derive(Debug, Clone)]
@@ -111,7 +111,7 @@ impl Group {
     }
 
     fn choice(&self, forced: Option<Algorithm>, one_hop_max: u64) -> Algorithm {
-        choose_with(&self.call(0), self.list.view(), self.n, forced, Some(one_hop_max))
+        choose_with(&self.call(0), self.list.view(), self.n, forced, Some(one_hop_max), true)
     }
 
     fn call(&self, rank: usize) -> Call {
@@ -265,6 +265,11 @@ fn two_levels_are_right_for_every_rank_count() {
 }
 
 #[test]
+fn direct_reads_are_right_for_every_collective_and_rank_count() {
+    all_counts(Algorithm::Direct);
+}
+
+#[test]
 fn messages_of_many_pieces_are_right() {
     let stage = STAGE_BYTES as u64 / 4;
     for n in [2, 3, 4, 7, 16] {
@@ -415,6 +420,13 @@ const HARMLESS: &[(&str, &str)] = &[
     ("staged all_gather_v arrival", COMPARES),
     ("staged all_to_all_v arrival", COMPARES),
     ("staged reduce_scatter_v arrival", COMPARES),
+    ("direct broadcast arrival", COMPARES),
+    ("direct send_recv arrival", COMPARES),
+    ("direct gather arrival", COMPARES),
+    ("direct scatter arrival", COMPARES),
+    ("direct permute arrival", COMPARES),
+    ("direct all_gather_v arrival", COMPARES),
+    ("direct all_to_all_v arrival", COMPARES),
     ("tree broadcast arrival", COMPARES),
     ("tree reduce arrival", COMPARES),
     ("halving all_gather wait", "a partner in place has its own block in its output from the start"),

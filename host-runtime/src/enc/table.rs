@@ -32,7 +32,7 @@ use std::str::FromStr;
 use hw_bridge::limits::LARGE_SLOT_BYTES;
 use hw_bridge::peers::Op;
 
-use super::{Algorithm, Call, Lists, choose, one_hop_limit, serves};
+use super::{Algorithm, Call, Lists, choose, direct_above, one_hop_limit, serves};
 use crate::limits::{MAX_TABLE_BYTES, MAX_TABLE_ROWS};
 
 /// The word that begins a table.
@@ -231,20 +231,32 @@ impl Table {
         table
     }
 
-    /// The built-in rule as a table: one hop as far as it pays, then the mesh, or staging for private memory. Of each memory
-    /// and number of ranks, first the collectives that differ from the others.
+    /// The built-in rule as a table: one hop as far as it pays, then the mesh, or for private memory staging and direct reads. Of
+    /// each memory and number of ranks, first the collectives that differ from the others.
     pub fn builtin() -> Table {
         let mut rows = Vec::new();
         for (memory, then) in [(Memory::Host, Algorithm::Staged), (Memory::Hbm, Algorithm::Mesh)] {
             for ranks in [(1, 2), (3, u32::MAX)] {
-                let limit = |op| one_hop_limit(op, memory == Memory::Host, ranks.1 == 2);
-                let others = limit(Op::AllReduce);
-                let row = |op, up_to, algorithm| Row { op, memory: Some(memory), ranks, up_to, algorithm };
-                let differ = Op::ALL.into_iter().filter(|op| limit(*op) != others);
-                rows.extend(
-                    differ.flat_map(|op| [row(Some(op), limit(op), Algorithm::OneHop), row(Some(op), u64::MAX, then)]),
-                );
-                rows.extend([row(None, others, Algorithm::OneHop), row(None, u64::MAX, then)]);
+                let few = ranks.1 == 2;
+                // Up to which size, and by what.
+                let sizes = |op| {
+                    let one_hop = one_hop_limit(op, memory == Memory::Host, few);
+                    match direct_above(op, few).filter(|_| memory == Memory::Host) {
+                        None => vec![(one_hop, Algorithm::OneHop), (u64::MAX, then)],
+                        Some(above) => {
+                            let mut all = vec![(one_hop.min(above), Algorithm::OneHop)];
+                            all.extend((one_hop < above).then_some((above, then)));
+                            all.push((u64::MAX, Algorithm::Direct));
+                            all
+                        }
+                    }
+                };
+                let row = |op, (up_to, algorithm)| Row { op, memory: Some(memory), ranks, up_to, algorithm };
+                let others = sizes(Op::AllReduce);
+                for op in Op::ALL.into_iter().filter(|op| sizes(*op) != others) {
+                    rows.extend(sizes(op).into_iter().map(|size| row(Some(op), size)));
+                }
+                rows.extend(others.into_iter().map(|size| row(None, size)));
             }
         }
         Table::indexed(rows)
@@ -466,18 +478,30 @@ pub struct Policy<'a> {
     pub one_hop_max: Option<u64>,
     /// The table, if there is one.
     pub table: Option<&'a Table>,
+    /// Whether all ranks can read one another's private memory.
+    pub direct: bool,
 }
 
 impl Policy<'_> {
+    /// Whether `algorithm` can be used for `call` on `n` ranks.
+    pub fn serves(&self, algorithm: Algorithm, call: &Call, n: usize) -> bool {
+        serves(algorithm, call, n) && (algorithm != Algorithm::Direct || self.direct)
+    }
+
+    /// Algorithms that can, in the order of their numbers.
+    pub fn candidates(&self, call: &Call, n: usize) -> impl Iterator<Item = Algorithm> {
+        Algorithm::ALL.into_iter().filter(move |a| self.serves(*a, call, n))
+    }
+
     /// Chooses for `call` on `n` ranks.
     pub fn decide(&self, call: &Call, n: usize) -> Decision {
         if call.op == Op::Barrier || call.count == 0 {
-            let algorithm = choose(call, n, None, None);
+            let algorithm = choose(call, n, None, None, self.direct);
             return Decision { algorithm, why: Why::NothingMoves, passed_over: None };
         }
         let mut passed_over = None;
         if let Some(algorithm) = self.forced {
-            if serves(algorithm, call, n) {
+            if self.serves(algorithm, call, n) {
                 return Decision { algorithm, why: Why::Forced, passed_over };
             }
             passed_over = Some(Why::Forced);
@@ -489,20 +513,14 @@ impl Policy<'_> {
         }
         if let Some((row, algorithm)) = self.table.and_then(|t| t.find(call, n, bytes)) {
             let beyond = algorithm == Algorithm::OneHop && self.one_hop_max.is_some();
-            if !beyond && serves(algorithm, call, n) {
+            if !beyond && self.serves(algorithm, call, n) {
                 return Decision { algorithm, why: Why::Row(row), passed_over };
             }
             passed_over.get_or_insert(Why::Row(row));
         }
-        let algorithm = choose(call, n, None, self.one_hop_max);
+        let algorithm = choose(call, n, None, self.one_hop_max, self.direct);
         Decision { algorithm, why: Why::Builtin, passed_over }
     }
-}
-
-/// Algorithms that serve a call, in the order of their numbers.
-pub fn candidates(call: &Call, n: usize) -> impl Iterator<Item = Algorithm> + use<> {
-    let call = *call;
-    Algorithm::ALL.into_iter().filter(move |a| serves(*a, &call, n))
 }
 
 #[cfg(test)]
@@ -559,9 +577,12 @@ mod tests {
                 ] {
                     for private in [false, true] {
                         let c = call(op, count, private);
-                        let plain = Policy::default().decide(&c, n);
-                        assert_eq!(plain.algorithm, choose(&c, n, None, None), "{c:?} on {n}");
-                        assert_eq!(with.decide(&c, n).algorithm, plain.algorithm, "{c:?} on {n}");
+                        for direct in [false, true] {
+                            let plain = Policy { direct, ..Policy::default() }.decide(&c, n);
+                            let by_table = Policy { direct, ..with }.decide(&c, n);
+                            assert_eq!(plain.algorithm, choose(&c, n, None, None, direct), "{c:?} on {n}");
+                            assert_eq!(by_table.algorithm, plain.algorithm, "{c:?} on {n}");
+                        }
                     }
                 }
             }
@@ -596,12 +617,12 @@ mod tests {
     fn the_users_word_goes_before_the_table() {
         let t = table("wccl-tune 1\n* hbm * 8K one-hop\n* hbm * * ring\n");
         let c = |count| call(Op::AllReduce, count, false);
-        let p = Policy { table: Some(&t), forced: Some(Algorithm::Mesh), one_hop_max: None };
+        let p = Policy { table: Some(&t), forced: Some(Algorithm::Mesh), ..Policy::default() };
         assert_eq!(p.decide(&c(8), 4).why, Why::Forced);
         let staged = Policy { forced: Some(Algorithm::Staged), ..p }.decide(&c(8), 4);
         assert_eq!(staged, Decision { algorithm: Algorithm::OneHop, why: Why::Row(0), passed_over: Some(Why::Forced) });
         // An explicit threshold holds both ways: below it all goes in one hop, above it nothing does.
-        let p = Policy { table: Some(&t), forced: None, one_hop_max: Some(100) };
+        let p = Policy { table: Some(&t), one_hop_max: Some(100), ..Policy::default() };
         assert_eq!(p.decide(&c(100), 4).why, Why::OneHopMax);
         let above = p.decide(&c(101), 4);
         assert_eq!(above, Decision { algorithm: Algorithm::Mesh, why: Why::Builtin, passed_over: Some(Why::Row(0)) });
@@ -664,10 +685,13 @@ mod tests {
 
     #[test]
     fn candidates_are_those_that_serve() {
-        let names = |c: Call, n| candidates(&c, n).map(Algorithm::name).collect::<Vec<_>>();
+        let policy = |direct| Policy { direct, ..Policy::default() };
+        let names = |c: Call, n| policy(true).candidates(&c, n).map(Algorithm::name).collect::<Vec<_>>();
         let hbm = names(call(Op::AllReduce, 64, false), 4);
         assert!(hbm.starts_with(&["one-hop", "mesh", "ring"]) && !hbm.contains(&"staged"), "{hbm:?}");
         assert_eq!(names(call(Op::AllReduce, 64, true), 4), ["one-hop", "staged"]);
+        assert_eq!(names(call(Op::Broadcast, 64, true), 4), ["one-hop", "staged", "direct"]);
+        assert!(!policy(false).candidates(&call(Op::Broadcast, 64, true), 4).any(|a| a == Algorithm::Direct));
         assert!(!names(call(Op::AllReduce, 1 << 20, false), 4).contains(&"one-hop"));
     }
 

@@ -33,7 +33,7 @@ fn every_schedule_seals() {
                 for (private, in_place) in [(false, false), (false, true), (true, false), (true, true)] {
                     for c in calls(rank, n, count, private, in_place) {
                         for forced in Algorithm::ALL {
-                            let algorithm = choose(&c, n, Some(forced), Some(8192));
+                            let algorithm = choose(&c, n, Some(forced), Some(8192), true);
                             compile(&c, rank, n, algorithm, &rings(n))
                                 .unwrap_or_else(|e| panic!("{c:?} {algorithm:?}: {e}"));
                         }
@@ -50,7 +50,10 @@ fn the_choice_depends_on_what_all_ranks_know() {
         for count in [0, 1, 2000, 1 << 20] {
             for private in [false, true] {
                 let one = |rank: usize| -> Vec<Algorithm> {
-                    calls(rank, n, count, private, false).iter().map(|c| choose(c, n, None, Some(8192))).collect()
+                    calls(rank, n, count, private, false)
+                        .iter()
+                        .map(|c| choose(c, n, None, Some(8192), private))
+                        .collect()
                 };
                 assert!((1..n).all(|rank| one(rank) == one(0)));
             }
@@ -61,9 +64,17 @@ fn the_choice_depends_on_what_all_ranks_know() {
 #[test]
 fn a_forced_algorithm_that_does_not_serve_is_not_taken() {
     let big = call(Op::AllToAll, 1 << 20, false, false);
-    assert_eq!(choose(&big, 4, Some(Algorithm::Ring), Some(8192)), Algorithm::Mesh);
-    assert_eq!(choose(&big, 4, Some(Algorithm::OneHop), Some(8192)), Algorithm::Mesh);
-    assert_eq!(choose(&Call { private: true, ..big }, 4, Some(Algorithm::Mesh), Some(8192)), Algorithm::Staged);
+    let with = |c: &Call, forced, direct| choose(c, 4, Some(forced), Some(8192), direct);
+    assert_eq!(with(&big, Algorithm::Ring, true), Algorithm::Mesh);
+    assert_eq!(with(&big, Algorithm::OneHop, true), Algorithm::Mesh);
+    assert_eq!(with(&big, Algorithm::Direct, true), Algorithm::Mesh);
+    let private = Call { private: true, ..big };
+    assert_eq!(with(&private, Algorithm::Mesh, false), Algorithm::Staged);
+    assert_eq!(with(&private, Algorithm::Mesh, true), Algorithm::Direct);
+    assert_eq!(with(&private, Algorithm::Direct, false), Algorithm::Staged);
+    // Where both ranks of a pair would have to read first, and where elements are computed with.
+    assert_eq!(with(&Call { in_place: true, ..private }, Algorithm::Direct, true), Algorithm::Staged);
+    assert_eq!(with(&Call { op: Op::AllReduce, ..private }, Algorithm::Direct, true), Algorithm::Staged);
 }
 
 #[test]
@@ -91,7 +102,7 @@ fn pre_scaled_schedules_seal_and_leave_room_for_the_scale() {
                 for op in [Op::AllReduce, Op::ReduceScatter, Op::Reduce] {
                     let c = Call { redop: ReduceOp::PreMulSum, root: n - 1, ..call(op, count, private, in_place) };
                     for forced in [Algorithm::OneHop, Algorithm::Mesh, Algorithm::Ring, Algorithm::Staged] {
-                        let algorithm = choose(&c, n, Some(forced), Some(8192));
+                        let algorithm = choose(&c, n, Some(forced), Some(8192), true);
                         let s = compile(&c, rank, n, algorithm, &rings(n))
                             .unwrap_or_else(|e| panic!("{c:?} {algorithm:?}: {e}"));
                         assert!(s.slot_len == 0 || s.slot_len > INLINE_BYTES as u64, "{c:?} {algorithm:?}");
@@ -174,6 +185,44 @@ fn a_pre_scaled_sum_that_cannot_be_right_is_not_sealed() {
     assert!(integers.contains("a pre-scaled sum of int32"), "{integers}");
     let mixed = refused(&|s| s.header.redop = Some(ReduceOp::Sum));
     assert!(mixed.contains("a pre-scaled sum in another operation"), "{mixed}");
+}
+
+/// A peer's private memory is copied from and nothing else: no step may write there, compute from there, or touch an output.
+#[test]
+fn a_direct_schedule_does_nothing_but_read_inputs() {
+    let c = call(Op::AllGather, 100, true, false);
+    let direct = compile(&c, 0, 2, Algorithm::Direct, &[]).unwrap();
+    assert!(direct.direct && !direct.staged && direct.slot_len == 0);
+    let refused = |change: &dyn Fn(&mut Schedule)| {
+        let mut schedule = (*direct).clone();
+        change(&mut schedule);
+        schedule.seal(0, 2).unwrap_err().to_string()
+    };
+    let (theirs, mine) = (At(Place::PeerIn(1), 0), At(Place::Out, 0));
+    let out = At(Place::PeerOut(1), 0);
+    let sum = |dst| Step::Reduce { dst, first: 0, n: 1, count: 1, op: ReduceOp::Sum };
+    for (step, source) in [
+        (Step::Copy { dst: theirs, src: mine, len: 4 }, mine),
+        (Step::Copy { dst: out, src: mine, len: 4 }, mine),
+        (Step::Copy { dst: mine, src: out, len: 4 }, mine),
+        (Step::Swap { a: mine, b: theirs, len: 4 }, mine),
+        (Step::Swap { a: out, b: mine, len: 4 }, mine),
+        (Step::Average { dst: theirs, count: 1, n: 2 }, mine),
+        (sum(theirs), mine),
+        (sum(mine), theirs),
+    ] {
+        let e = refused(&|s| {
+            s.sources.push(source);
+            s.steps.push(step);
+        });
+        assert!(e.contains("can be copied from and nothing else"), "{step:?}: {e}");
+    }
+    assert!(refused(&|s| s.header.flags = 0).contains("only a schedule for private memory"));
+    assert!(refused(&|s| s.slot_len = 64).contains("only a schedule for private memory"));
+    let e = refused(&|s| s.direct = false);
+    assert!(e.contains("not memory of a peer that this schedule reaches"), "{e}");
+    let e = refused(&|s| s.steps.push(Step::Copy { dst: mine, src: At(Place::PeerIn(1), 397), len: 4 }));
+    assert!(e.contains("limit 400"), "{e}");
 }
 
 #[test]

@@ -194,7 +194,7 @@ impl Communicator {
         self.engine.collective(io, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
     }
 
-    /// Rank r gets block r of every rank, in rank order. `count` elements a block.
+    /// Rank r gets block r of every rank, in rank order. `count` elements a block. In place on all ranks or on none.
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`].
@@ -303,6 +303,10 @@ impl Engine {
     pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>, timeout: Duration) -> Engine {
         let forced = plane.runtime.0.config.algorithm;
         Engine { plane, lane, rings, forced, timeout, schedules: Schedules::default() }
+    }
+
+    pub(super) fn policy(&self) -> Policy<'_> {
+        Policy { forced: self.forced, ..self.plane.policy() }
     }
 
     /// Another one for a further lane, with this one's deadline and algorithm.
@@ -506,8 +510,11 @@ impl Engine {
         let (call, input, output) = self.resolve(io, call, sizes)?;
         let same = matches!(&self.schedules.last, Some(l) if l.call == call);
         if !same || again.is_none() {
-            let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
-            let algorithm = policy.decide(&call, self.plane.core.nranks).algorithm;
+            if call.private {
+                // The choice goes by what all agree on when they are linked.
+                self.reach_all(call.op)?;
+            }
+            let algorithm = self.policy().decide(&call, self.plane.core.nranks).algorithm;
             let schedule = self.schedule(&call, algorithm)?;
             self.schedules.last = Some(Last { asked, sizes, call, schedule });
         }
@@ -596,15 +603,15 @@ impl Engine {
     /// The schedule of a call with lists, not looked up.
     pub(super) fn compile_listed(&self, call: &Call, lists: Lists<'_>) -> Result<Arc<Sealed>, Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
-        if call.private && n > 1 && !enc::fits_private(call, lists, n) {
-            return Err(too_long(call.op));
-        }
-        let policy = Policy { forced: self.forced, ..self.plane.runtime.0.config.policy() };
+        self.reach_all(call.op)?;
+        let policy = self.policy();
         // What the user or a row of the table says is taken where the lists let it serve.
         let said = policy.decide(call, n);
         let said = if matches!(said.why, Why::Forced | Why::Row(_)) { Some(said.algorithm) } else { self.forced };
-        let algorithm = enc::choose_with(call, lists, n, said, policy.one_hop_max);
-        self.reach_all(call.op)?;
+        let algorithm = enc::choose_with(call, lists, n, said, policy.one_hop_max, policy.direct);
+        if n > 1 && algorithm == Algorithm::Staged && !enc::fits_private(call, lists, n) {
+            return Err(too_long(call.op));
+        }
         let s = enc::compile_with(call, lists, rank, n, algorithm, &self.rings);
         Ok(Arc::new(self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)?))
     }
@@ -654,17 +661,14 @@ impl Engine {
             return Ok(found.clone());
         }
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
-        if call.private
-            && n > 1
-            && matches!(call.op, Op::Gather | Op::Scatter)
-            && !enc::fits_private(call, Lists::None, n)
-        {
+        let staged = n > 1 && algorithm == Algorithm::Staged;
+        if staged && matches!(call.op, Op::Gather | Op::Scatter) && !enc::fits_private(call, Lists::None, n) {
             return Err(too_long(call.op));
         }
         let most = enc::max_private_bytes(call.op, n);
-        if call.private && n > 1 && call.bytes().is_some_and(|b| b > most) {
+        if staged && call.bytes().is_some_and(|b| b > most) {
             return Err(bad(format!(
-                "{}: one call moves at most {most} bytes a block of private memory; split it, or use tensors",
+                "{}: one call stages at most {most} bytes a block of private memory; split it, or use tensors",
                 call.op.name()
             )));
         }

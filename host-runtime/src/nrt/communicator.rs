@@ -17,6 +17,7 @@ use super::tensor::Tensor;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, EncPattern, HistogramConfig, NeuronDeviceInfo};
 use crate::bindings::neuron::nrt::types::NecPodType;
+use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{CommCore, CommunicatorObject};
@@ -201,6 +202,9 @@ impl Communicator {
             self.rings = rings;
         }
         self.info = info;
+        if self.plane.linked_by_rings() {
+            self.plane.agree_on_direct()?;
+        }
         Ok(())
     }
 
@@ -227,6 +231,12 @@ impl Communicator {
     /// The runtime it belongs to.
     pub fn runtime(&self) -> &Runtime {
         &self.plane.runtime
+    }
+
+    /// What the choice of algorithms goes by. Whether private memory is read directly is agreed when every pair of ranks is
+    /// linked: with more than three ranks by the first operation that is no ring's.
+    pub fn policy(&self) -> Policy<'_> {
+        self.engine.policy()
     }
 
     /// The logical core it runs on.

@@ -5,7 +5,7 @@
 //! free call.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use hw_bridge::peers::RankState;
@@ -15,6 +15,7 @@ use wasmtime::component::Resource;
 use super::dump;
 use super::runtime::Runtime;
 use crate::bindings::exports::neuron::nccom::collectives::NetConnectivity;
+use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::forward::Forward;
 use crate::hw::objects::{CommCore, CommunicatorObject};
@@ -29,6 +30,8 @@ pub(crate) struct Plane {
     control: RwLock<(Arc<Instance>, u32)>,
     /// Every pair is connected.
     expanded: Mutex<bool>,
+    /// Whether all ranks can read one another's private memory; agreed once, when every pair is linked.
+    direct: OnceLock<bool>,
     /// The flight records of the first failure were written.
     dumped: AtomicBool,
 }
@@ -40,6 +43,7 @@ impl Plane {
             core,
             control: RwLock::new((instance, handle)),
             expanded: Mutex::new(false),
+            direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
         }
     }
@@ -95,7 +99,8 @@ impl Plane {
         // A deadline beyond what the clock can say is none.
         let until = Instant::now().checked_add(timeout);
         let connect = || self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh));
-        bounded(until, connect).map_err(|e| match until {
+        let connected = bounded(until, connect).and_then(|()| bounded(until, || self.agree_on_direct()));
+        connected.map_err(|e| match until {
             Some(until) if until <= Instant::now() => {
                 Error::Connecting { what, rank: self.core.rank, after: timeout, source: Box::new(e) }
             }
@@ -105,12 +110,40 @@ impl Plane {
         Ok(())
     }
 
+    /// Settles whether the ranks read one another's private memory: only if each can read all others and is allowed to. Every
+    /// rank calls it, at the same point, when it is linked to all.
+    pub(super) fn agree_on_direct(&self) -> Result<(), Error> {
+        let (rank, n) = (self.core.rank, self.core.nranks);
+        if n == 1 || self.direct.get().is_some() {
+            return Ok(());
+        }
+        let allowed = if self.runtime.0.config.direct { Ok(()) } else { Err("it is switched off here".to_string()) };
+        let can = allowed.and_then(|()| self.core.endpoint.reads_private());
+        if let Err(why) = &can {
+            tracing::info!("private memory is staged in communicator {}: rank {rank} says: {why}", self.core.id);
+        }
+        let mine = [u8::from(can.is_ok())];
+        let all = self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, &mine, "runtime"))?;
+        // A plugin's answer is an allegation. Ranks that it gives different ones differ in their op headers.
+        self.direct.get_or_init(|| all.len() == n && all.iter().all(|can| *can == 1));
+        Ok(())
+    }
+
+    /// What the choice of algorithms goes by.
+    pub(super) fn policy(&self) -> Policy<'_> {
+        Policy { direct: self.direct.get() == Some(&true), ..self.runtime.0.config.policy() }
+    }
+
+    /// Whether linking the ring neighbours links all: with three ranks everybody is one.
+    pub(super) fn linked_by_rings(&self) -> bool {
+        self.core.nranks <= 3
+    }
+
     /// Has the library connect what is more than ring neighbours, once (INV-81). The exchange needs every rank, so all decide
     /// alike: by the size alone, never by what this rank happens to be linked to. Whichever stream needs it first does it;
     /// the others wait.
     pub(crate) fn connect_all(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
-        // With three ranks everybody is a ring neighbour.
-        if self.core.nranks <= 3 { Ok(()) } else { self.expand_connectivity(what, timeout) }
+        if self.linked_by_rings() { Ok(()) } else { self.expand_connectivity(what, timeout) }
     }
 }
 

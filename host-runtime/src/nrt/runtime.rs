@@ -52,6 +52,9 @@ pub struct RuntimeConfig {
     pub one_hop_max: Option<u64>,
     /// Measured choice of algorithms by size; the same on all ranks.
     pub table: Option<Arc<Table>>,
+    /// Whether peers may read this rank's private memory during an operation, where the kernel lets them. One rank without
+    /// keeps all from it.
+    pub direct: bool,
     /// Callbacks this host does not serve; for conformance tests of INV-08.
     pub without_callbacks: Vec<String>,
 }
@@ -74,6 +77,7 @@ impl Default for RuntimeConfig {
             algorithm: None,
             one_hop_max: None,
             table: None,
+            direct: true,
             without_callbacks: Vec::new(),
         }
     }
@@ -95,7 +99,7 @@ fn default_plugin() -> Option<PathBuf> {
 
 impl RuntimeConfig {
     /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
-    /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, the device variables, and the variables granted to plugins (docs/environment.md).
+    /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, the device variables, and the variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
     /// [`Error::Config`] names the variable and what was expected.
@@ -143,6 +147,9 @@ impl RuntimeConfig {
             let table = Table::read(Path::new(&path)).map_err(|e| Error::Config(format!("WCCL_TUNE_FILE: {e}")))?;
             c.table = Some(Arc::new(table));
         }
+        if let Some(on) = number("WCCL_DIRECT")? {
+            c.direct = on != 0;
+        }
         if let Some(bytes) = number("WCCL_HBM_BYTES")? {
             c.hbm_bytes = bytes;
         }
@@ -159,9 +166,10 @@ impl RuntimeConfig {
         Ok(c)
     }
 
-    /// What the choice of algorithms goes by.
+    /// What the choice of algorithms goes by, as far as a rank knows it by itself: [`Communicator::policy`] is all of it.
     pub fn policy(&self) -> Policy<'_> {
-        Policy { forced: self.algorithm, one_hop_max: self.one_hop_max, table: self.table.as_deref() }
+        let table = self.table.as_deref();
+        Policy { forced: self.algorithm, one_hop_max: self.one_hop_max, table, direct: false }
     }
 }
 

@@ -19,12 +19,16 @@
 //! | `work:N` | N all_reduce calls of varying sizes, each verified |
 //! | `fork` | forks; the child calls barrier; the parent says what the child said, then goes on |
 //! | `open` | says how many descriptors are open |
+//! | `direct` | says whether private memory is read directly |
+//! | `host_loop:N` | broadcasts of N bytes of private memory for ever, each verified |
+//! | `deny_readv` | from here on the kernel refuses this thread process_vm_readv |
+//! | `gone:N` | rank 0 sends N bytes of private memory to rank 1, and the second half is not accessible |
 //!
 //! A failure prints `error NUMBER NAME: text`, before it whether a user's buffer was written, and exits with code 1.
 //!
 //! Variables: FAULT_ABORT_INIT_MS aborts the init after so long; FAULT_ITIMER_US has a signal interrupt every system call
 //! at that rate; FAULT_SEGV installs a handler for SIGSEGV before the runtime opens, and faults after the script;
-//! FAULT_CYCLES=N joins and frees N times in this process before it runs the script; FAULT_LOG prints warnings.
+//! FAULT_DENY_READV has the kernel refuse process_vm_readv from the start; FAULT_CYCLES=N joins and frees N times in this process before it runs the script; FAULT_LOG prints warnings.
 //!
 //! `unsafe` stands here because forking, signals and timers are what is tested.
 
@@ -53,7 +57,17 @@ mod sys {
         pub(crate) fn siginterrupt(number: i32, flag: i32) -> i32;
         pub(crate) fn setitimer(which: i32, new: *const Itimerval, old: *mut Itimerval) -> i32;
         pub(crate) fn write(fd: i32, bytes: *const u8, n: usize) -> isize;
+        pub(crate) fn prctl(option: i32, a: usize, b: usize, c: usize, d: usize) -> i32;
+        pub(crate) fn mprotect(at: *mut u8, n: usize, access: i32) -> i32;
     }
+
+    /// `struct sock_filter`: code, jumps if true and if false, operand.
+    #[repr(C)]
+    pub(crate) struct Filter(pub u16, pub u8, pub u8, pub u32);
+
+    /// `struct sock_fprog`: how many instructions, and where.
+    #[repr(C)]
+    pub(crate) struct Program(pub u16, pub *const Filter);
 }
 
 const SIGSEGV: i32 = 11;
@@ -158,6 +172,9 @@ fn run() -> Result<()> {
             sys::siginterrupt(SIGALRM, 1);
             sys::setitimer(0, &sys::Itimerval(every, every), std::ptr::null_mut());
         }
+    }
+    if optional("FAULT_DENY_READV").is_some() {
+        deny_readv()?;
     }
     let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
     if let Some(e) = runtime.load_error() {
@@ -319,8 +336,72 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
             let deadline = Duration::from_millis(num(1)? as u64);
             carry_out(&mut comm.within(deadline), words.get(2..).context("a step is missing")?)
         }
+        "direct" => {
+            say(&format!("direct {}", comm.policy().direct));
+            Ok(())
+        }
+        "host_loop" => host_loop(comm, num(1)?),
+        "deny_readv" => deny_readv(),
+        "gone" => gone(comm, num(1)?),
         other => bail!("unknown step `{other}`"),
     }
+}
+
+/// Each broadcast has other bytes than the one before; all of them must be there.
+fn host_loop(comm: &mut Communicator, bytes: usize) -> Result<()> {
+    let mut buffer = vec![0u8; bytes];
+    for i in 0.. {
+        let byte = i as u8;
+        buffer.fill(if comm.rank() == 0 { byte } else { !byte });
+        comm.broadcast(Io::HostInPlace(&mut buffer), bytes as u64, DataType::Uint8, 0)?;
+        ensure!(buffer.iter().all(|b| *b == byte), "broadcast {i} brought other bytes");
+        if i == 0 {
+            say("looping");
+        }
+    }
+    Ok(())
+}
+
+/// A seccomp filter: process_vm_readv fails with EPERM in this thread and those that it starts.
+fn deny_readv() -> Result<()> {
+    const READV: u32 = if cfg!(target_arch = "x86_64") { 310 } else { 270 };
+    const NO_NEW_PRIVS: i32 = 38;
+    const SECCOMP: i32 = 22;
+    const FILTER: usize = 2;
+    let filter = [
+        // Load the number of the call; if it is this one, EPERM, else let it through.
+        sys::Filter(0x20, 0, 0, 0),
+        sys::Filter(0x15, 0, 1, READV),
+        sys::Filter(0x06, 0, 0, 0x0005_0001),
+        sys::Filter(0x06, 0, 0, 0x7FFF_0000),
+    ];
+    let program = sys::Program(filter.len() as u16, filter.as_ptr());
+    // SAFETY: the program and its filter live through the calls, which only read them.
+    let done = unsafe {
+        sys::prctl(NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && sys::prctl(SECCOMP, FILTER, (&raw const program).addr(), 0, 0) == 0
+    };
+    ensure!(done, "the seccomp filter was not installed: {}", std::io::Error::last_os_error());
+    Ok(())
+}
+
+/// What a wrong program does: its input is no longer there when a peer reads it.
+fn gone(comm: &mut Communicator, bytes: usize) -> Result<()> {
+    const PAGE: usize = 4096;
+    let rank = comm.rank();
+    let mut buffer = vec![1u8; bytes + 4 * PAGE];
+    let from = buffer.as_ptr().align_offset(PAGE);
+    let half = buffer[from..].as_mut_ptr().wrapping_add((bytes / 2).next_multiple_of(PAGE));
+    // SAFETY: whole pages of the buffer, which this process does not touch until they are accessible again.
+    let access = |access: i32| unsafe { sys::mprotect(half, bytes / 2, access) };
+    let peers = Peers { dst: (rank == 0).then_some(1), src: (rank == 1).then_some(0) };
+    let mut dst = vec![0xA5u8; bytes];
+    if rank == 0 {
+        ensure!(access(0) == 0, "mprotect: {}", std::io::Error::last_os_error());
+    }
+    let (src, dst): (&[u8], &mut [u8]) = (&buffer[from..from + bytes], &mut dst);
+    let answer = comm.send_recv(Io::Host { src, dst }, bytes as u64, DataType::Uint8, peers);
+    ensure!(rank != 0 || access(3) == 0, "mprotect: {}", std::io::Error::last_os_error());
+    Ok(answer?)
 }
 
 /// A call of no elements is a call: it synchronises, and touches nothing.
