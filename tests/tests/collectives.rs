@@ -378,8 +378,8 @@ fn one_way_calls_that_differ_are_noticed_at_the_next_meeting() {
 /// A send whose receiver listens to somebody else is an error on the sender too, wherever the sender waits.
 #[test]
 fn a_send_to_a_rank_that_receives_from_another_fails() {
-    for device in [true, false] {
-        let texts = world(3, &config(), move |mut comm| {
+    for (device, direct) in [(true, true), (false, true), (false, false)] {
+        let texts = world(3, &RuntimeConfig { direct, ..config() }, move |mut comm| {
             let rank = comm.rank();
             // 0 sends to 1, 1 receives from 2, 2 does nothing.
             let peers = [(Some(1), None), (None, Some(2)), (None, None)][rank];

@@ -467,6 +467,10 @@ impl Lane {
             if s.direct {
                 // That the calls match fixes how long the input is; what a peer of another make announces is looked at here.
                 if output < s.extents[peer].0 {
+                    // One that sends to nobody has none, and is told so.
+                    if s.steps.contains(&Step::SendsToMe(peer as u16)) {
+                        self.meant_for_me(s, peer, true)?;
+                    }
                     return Err(OpError::BadPeer { rank: self.endpoint.rank, seq, peer });
                 }
                 bases.private_in[peer] = input;
