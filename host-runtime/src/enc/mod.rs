@@ -224,18 +224,27 @@ fn one_hop_limit(op: Op, private: bool, few: bool) -> u64 {
     }
 }
 
+/// Whether a collective only moves bytes, between memories that have ends: what can be read where it lies.
+fn only_moves(op: Op) -> bool {
+    !matches!(op, Op::AllReduce | Op::ReduceScatter | Op::ReduceScatterV | Op::Reduce | Op::Barrier | Op::Group)
+}
+
 /// Largest contribution of a rank, in bytes, that goes otherwise although all ranks can read one another's private memory; `None`
-/// for what never goes directly, the collectives that compute.
+/// for what never goes directly by itself.
 ///
-/// Measured on two cores: each read costs a system call, and where ranks share cores one hop lets them run ahead, which counts
-/// for more than a copy.
+/// Measured on two cores: a read costs a system call and the look-up of each page, so by the byte it is slower than a copy, of
+/// which staging makes two. Where one rank reads all (gather), or ranks share cores and all read the same, two copies that
+/// others share are less.
 fn direct_above(op: Op, few: bool) -> Option<u64> {
     const KIB: u64 = 1024;
     match op {
-        Op::AllReduce | Op::ReduceScatter | Op::ReduceScatterV | Op::Reduce | Op::Barrier | Op::Group => None,
-        Op::Gather if few => Some(64 * KIB),
-        _ if few => Some(16 * KIB),
-        _ => Some(one_hop_limit(op, true, few).max(64 * KIB)),
+        Op::Broadcast if few => Some(64 * KIB),
+        Op::AllGather | Op::AllGatherV | Op::AllToAll | Op::AllToAllV | Op::SendRecv | Op::Scatter if few => {
+            Some(16 * KIB)
+        }
+        Op::AllToAll | Op::AllToAllV | Op::Scatter => Some(128 * KIB),
+        Op::SendRecv => Some(256 * KIB),
+        _ => None,
     }
 }
 
@@ -308,9 +317,7 @@ pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
         Algorithm::Ring => device && ring::serves(call.op),
         Algorithm::Staged => call.private,
         // In place, both ranks of a pair would have to read before either writes.
-        Algorithm::Direct => {
-            call.private && direct_above(call.op, n <= 2).is_some() && !(call.op == Op::AllToAll && call.in_place)
-        }
+        Algorithm::Direct => call.private && only_moves(call.op) && !(call.op == Op::AllToAll && call.in_place),
         // Partial sums of these lie where inputs lie elsewhere: they would be scaled again.
         _ if call.reduces() && call.redop == ReduceOp::PreMulSum => false,
         Algorithm::Halving => device && halving::serves(call.op),
@@ -341,14 +348,15 @@ pub fn choose_with(
     let slot = call.slot_bytes_with(lists, n);
     let fits = |most: u64| slot.is_some_and(|b| b <= most.min(LARGE_SLOT_BYTES as u64));
     let few = n <= 2;
-    let direct = direct_above(call.op, few).filter(|_| direct && serves(Algorithm::Direct, call, n));
-    let small = || one_hop_limit(call.op, call.private, few).min(direct.unwrap_or(u64::MAX));
+    let direct = direct && serves(Algorithm::Direct, call, n);
+    let above = direct_above(call.op, few).filter(|_| direct);
+    let small = || one_hop_limit(call.op, call.private, few).min(above.unwrap_or(u64::MAX));
     match forced {
         Some(Algorithm::OneHop) if fits(u64::MAX) => Algorithm::OneHop,
-        Some(Algorithm::Direct) if direct.is_some() => Algorithm::Direct,
+        Some(Algorithm::Direct) if direct => Algorithm::Direct,
         Some(a) if !matches!(a, Algorithm::OneHop | Algorithm::Direct) && serves(a, call, n) => a,
         _ if fits(one_hop_max.unwrap_or_else(small)) => Algorithm::OneHop,
-        _ if direct.is_some_and(|above| slot.is_none_or(|b| b > above)) => Algorithm::Direct,
+        _ if above.is_some_and(|above| slot.is_none_or(|b| b > above)) => Algorithm::Direct,
         _ if call.private => Algorithm::Staged,
         _ => Algorithm::Mesh,
     }
