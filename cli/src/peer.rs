@@ -122,7 +122,8 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let case = |op, bytes: u64| {
         // Every rank moves one float at least.
         let mut case = Case::of_bytes(op, DataType::Fp32, ReduceOp::Sum, bytes.max(1), n);
-        case.in_place = op == Op::AllReduce;
+        // As the peers' calls are.
+        case.in_place = matches!(op, Op::AllReduce | Op::Broadcast);
         case
     };
     let ops =
