@@ -11,8 +11,6 @@
 //!
 //! Invariants: a read is complete or an error. Threads: any.
 
-use std::hash::{BuildHasher, Hasher};
-
 use rustix::io::Errno;
 
 use crate::credentials::PeerPid;
@@ -25,8 +23,10 @@ const CALL_BYTES: u64 = 1 << 30;
 pub(crate) struct Mark(Box<u64>);
 
 impl Mark {
-    pub(crate) fn new() -> Mark {
-        Mark(Box::new(std::hash::RandomState::new().build_hasher().finish()))
+    pub(crate) fn new() -> std::io::Result<Mark> {
+        let mut number = [0; 8];
+        crate::links::fill_random(&mut number)?;
+        Ok(Mark(Box::new(u64::from_ne_bytes(number))))
     }
 
     /// Its address and the number there, for peers.
@@ -60,8 +60,8 @@ pub enum Unreadable {
     /// It is in another PID namespace.
     #[error("its process has no number here, it is in another PID namespace")]
     Elsewhere,
-    /// The process has ended.
-    #[error("the process has ended ({})", Errno::SRCH)]
+    /// The process has ended, or its main thread has.
+    #[error("the process, or its main thread, has ended ({})", Errno::SRCH)]
     Gone,
     /// The process is not the one that was linked.
     #[error("its number belongs to another process or program now")]
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn bytes_are_read_whole_and_only_of_the_marked_process() {
-        let (mark, other) = (Mark::new(), Mark::new());
+        let (mark, other) = (Mark::new().unwrap(), Mark::new().unwrap());
         let src: Vec<u8> = (0..100_000u32).map(|i| (i * 7) as u8).collect();
         let from = src.as_ptr().addr() as u64;
         let mut dst = vec![0; src.len()];
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn what_is_not_mapped_is_an_error_that_says_how_much_was_there() {
-        let mark = Mark::new();
+        let mark = Mark::new().unwrap();
         let page = rustix::param::page_size();
         let mut pages = memmap2::MmapMut::map_anon(3 * page).unwrap();
         pages.fill(9);
@@ -200,6 +200,6 @@ mod tests {
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = PeerPid::from(child.id());
         child.wait().unwrap();
-        assert_eq!(Space::new(pid, Mark::new().words()).probe(), Err(Unreadable::Gone));
+        assert_eq!(Space::new(pid, Mark::new().unwrap().words()).probe(), Err(Unreadable::Gone));
     }
 }

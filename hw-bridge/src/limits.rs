@@ -26,6 +26,8 @@ pub const STAGE_BYTES: usize = 512 * 1024;
 /// From this size of a rank's buffer on, copies between device memories that nothing reads again go past the caches. Measured:
 /// equal at 4 MiB, 3 to 48 % faster from 16 MiB on.
 pub const STREAM_BYTES: u64 = 8 << 20;
+/// A copy looks every so many bytes whether it was told to stop, and is counted: peers that wait for it see that it goes on.
+pub const STRETCH_BYTES: u64 = 16 << 20;
 /// Bytes of the sentence a failing rank leaves for its peers.
 pub const REASON_BYTES: usize = 960;
 /// Steps of one schedule; the step number shares a word with the sequence number.

@@ -177,7 +177,7 @@ fn lock(grants: &Grants) -> std::sync::MutexGuard<'_, HashMap<[u8; 32], Grant>> 
     grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-fn fill_random(buf: &mut [u8]) -> std::io::Result<()> {
+pub(crate) fn fill_random(buf: &mut [u8]) -> std::io::Result<()> {
     let mut done = 0;
     while done < buf.len() {
         match rustix::rand::getrandom(&mut buf[done..], rustix::rand::GetRandomFlags::empty()) {
@@ -440,6 +440,8 @@ fn watch(stream: &UnixStream, pid: PeerPid) -> Result<OwnedFd, LinkError> {
                 None => return Err(LinkError::Unwatched),
             }
         }
+        // What kernels before 6.15 say of a process that has ended and was waited for.
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => return Err(LinkError::Gone(Errno::SRCH.into())),
         opened => opened,
     };
     opened.map_err(|e| match Errno::from_io_error(&e) {

@@ -29,7 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use crate::credentials::PeerPid;
 use crate::dtype::{DataType, ReduceOp};
 use crate::flight::{self, Counters, Flight, Tally};
-use crate::foreign::{Mark, Space, Unreadable};
+use crate::foreign::{Mark, Space};
 use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
@@ -336,7 +336,9 @@ impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
         let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
-        let c = Control { segment, left: AtomicBool::new(false), owner: None, mark: Some(Mark::new()) };
+        let (step, bytes) = ("reading random bytes", CONTROL_BYTES as u64);
+        let mark = Mark::new().map_err(|source| SegmentError::System { step, bytes, source })?;
+        let c = Control { segment, left: AtomicBool::new(false), owner: None, mark: Some(mark) };
         c.commit(0)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
@@ -572,11 +574,10 @@ impl<'a> LaneView<'a> {
     #[inline]
     pub(crate) fn payload(&self, seq: u64, len: usize) -> *mut u8 {
         debug_assert!(len <= LARGE_SLOT_BYTES);
-        match len {
-            ..=INLINE_BYTES => self.slot(seq).wrapping_add(64 - INLINE_BYTES),
-            ..=SLOT_BYTES => self.slot(seq).wrapping_add(64),
-            _ => self.base.wrapping_add(LARGE_AT + (seq as usize % LARGE_SLOTS) * LARGE_SLOT_BYTES),
+        if len > SLOT_BYTES {
+            return self.base.wrapping_add(LARGE_AT + (seq as usize % LARGE_SLOTS) * LARGE_SLOT_BYTES);
         }
+        self.slot(seq).wrapping_add(if len <= INLINE_BYTES { 64 - INLINE_BYTES } else { 64 })
     }
 
     /// Staging area: `result` picks the pair, `half` the piece's parity.
@@ -664,7 +665,8 @@ impl<'a> LaneView<'a> {
         }
         let mut theirs = describe(what, count);
         if (what ^ header.pack()) & !(0xFF << 48) == 0 && count == header.count {
-            theirs += " (WCCL_ALGO, WCCL_ONE_HOP_MAX or WCCL_TUNE_FILE differ between them)";
+            theirs += " (WCCL_ALGO, WCCL_ONE_HOP_MAX or WCCL_TUNE_FILE differ between them";
+            theirs += if header.op == Op::AllToAll { ", or only one is in place)" } else { ")" };
         }
         Err(theirs)
     }
@@ -710,9 +712,8 @@ pub struct Peer {
     pub pid: PeerPid,
     pub(crate) control: Control,
     pub(crate) hbm: Segment,
-    /// Its private memory, and whether it could be read when the link was made.
+    /// Its private memory.
     pub(crate) space: Space,
-    pub(crate) readable: Result<(), Unreadable>,
 }
 
 impl Peer {
@@ -724,8 +725,7 @@ impl Peer {
         let mut control = Control::of_peer(mapped.control, rank as u32, nranks as u32)?;
         control.owner = mapped.pidfd;
         let space = Space::new(mapped.pid, ident::MARK.map(|at| control.ident(at)));
-        let readable = space.probe();
-        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm, space, readable })
+        Ok(Peer { rank, pid: mapped.pid, control, hbm: mapped.hbm, space })
     }
 
     /// The peer's control segment.

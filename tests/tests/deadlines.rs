@@ -6,7 +6,9 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use common::{config, world};
+use host_runtime::DataType;
 use host_runtime::error::Error;
+use host_runtime::nrt::{Io, Peers, RuntimeConfig};
 use host_runtime::status::Status;
 use hw_bridge::flight::State;
 
@@ -109,4 +111,20 @@ fn the_deadline_of_a_first_operation_bounds_the_connecting() {
         });
         assert!(late.contains(&true));
     }
+}
+
+/// A sender waits for longer than the deadline while its receiver copies: an operation that moves on does not time out.
+#[test]
+fn a_long_copy_does_not_time_out_the_rank_that_waits_for_it() {
+    const BYTES: u64 = 1 << 30;
+    let c = RuntimeConfig { hbm_bytes: 2 * BYTES, ..config() };
+    world(2, &c, |mut comm| {
+        let rank = comm.rank();
+        let tensor = comm.tensor(BYTES).unwrap();
+        comm.barrier().unwrap();
+        let peers = if rank == 0 { Peers { dst: Some(1), src: None } } else { Peers { dst: None, src: Some(0) } };
+        // Fresh pages: the copy takes several times as long.
+        let io = Io::device(&tensor, &tensor);
+        comm.within(Duration::from_millis(100)).send_recv(io, BYTES, DataType::Uint8, peers).unwrap();
+    });
 }

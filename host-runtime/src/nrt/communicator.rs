@@ -278,7 +278,7 @@ impl Communicator {
     /// The communicator with another deadline, for one call: `comm.within(deadline).barrier()`; or for several, until what
     /// this answers is dropped, which gives the old deadline back.
     ///
-    /// [`Duration::ZERO`] is an operation that fails as soon as it would have to wait for a peer that has not come;
+    /// [`Duration::ZERO`] is an operation that fails as soon as it would have to wait for longer than a moment;
     /// [`Duration::MAX`] is one that waits for ever, for a peer that lives.
     pub fn within(&mut self, timeout: Duration) -> Within<'_, Communicator> {
         Within::new(self, self.timeout(), timeout, Communicator::set_timeout)
@@ -368,6 +368,17 @@ impl Communicator {
         within("neuron-bootstrap-recv", bytes)?;
         let got = self.entry(|f, i, c| f.bootstrap_recv(Some(i), c, peer, bytes, "runtime"))?;
         exactly("neuronBootstrapRecv", got, bytes)
+    }
+
+    /// As [`Communicator::bootstrap_send`], but no wait in it outlasts `until`.
+    pub(super) fn bootstrap_send_until(&self, peer: i32, data: &[u8], until: Instant) -> Result<(), Error> {
+        within("neuron-bootstrap-send", data.len() as u64)?;
+        self.entry(|f, i, c| {
+            i.peek(|s| s.waits_until = Some(until));
+            let sent = f.bootstrap_send(Some(i), c, peer, data, "runtime");
+            i.peek(|s| s.waits_until = None);
+            sent
+        })
     }
 
     /// As [`Communicator::bootstrap_recv`], but no wait in it outlasts `until`.

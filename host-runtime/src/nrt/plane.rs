@@ -83,6 +83,8 @@ impl Plane {
 
     /// Has the library connect every pair, once, within the deadline of the operation `what` that needs it.
     pub(super) fn expand_connectivity(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
+        // A deadline beyond what the clock can say is none. It runs while another stream connects as well.
+        let until = Instant::now().checked_add(timeout);
         let mut expanded = lock(&self.expanded);
         let endpoint = &self.core.endpoint;
         // Whoever had the lock may have broken the communicator in there.
@@ -96,8 +98,6 @@ impl Plane {
             endpoint.fail(&why);
             endpoint.usable()?;
         }
-        // A deadline beyond what the clock can say is none.
-        let until = Instant::now().checked_add(timeout);
         let connect = || self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh));
         let connected = bounded(until, connect).and_then(|()| bounded(until, || self.agree_on_direct()));
         connected.map_err(|e| match until {

@@ -26,11 +26,16 @@ thread_local! {
 /// Makes one call of an instance, whose waits end at `until`: the wrappers of the entries have the library's parameters and
 /// no more.
 pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
+    /// A call that was refused before it came to its instance, or panicked, has not taken it.
+    struct Untaken;
+    impl Drop for Untaken {
+        fn drop(&mut self) {
+            UNTIL.set(None);
+        }
+    }
     UNTIL.set(until);
-    let answer = call();
-    // A call that was refused before it came to its instance has not taken it.
-    UNTIL.set(None);
-    answer
+    let _untaken = Untaken;
+    call()
 }
 
 /// A library in its own store.

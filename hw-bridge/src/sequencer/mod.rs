@@ -154,13 +154,13 @@ impl Endpoint {
         self.linked_peers().map(|p| &p.control)
     }
 
-    /// Whether this rank can read the private memory of all others. What the kernel said when each was linked.
+    /// Whether this rank can read the private memory of all others. The kernel is asked.
     ///
     /// # Errors
     /// A sentence about the first rank that it cannot read.
     pub fn reads_private(&self) -> Result<(), String> {
         (0..self.nranks).filter(|p| *p != self.rank).try_for_each(|p| match self.peer(p) {
-            Some(peer) => peer.readable.map_err(|e| format!("rank {p} (pid {}) cannot be read: {e}", peer.pid)),
+            Some(peer) => peer.space.probe().map_err(|e| format!("rank {p} (pid {}) cannot be read: {e}", peer.pid)),
             None => Err(format!("rank {p} is not linked")),
         })
     }

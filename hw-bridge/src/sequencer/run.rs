@@ -6,14 +6,19 @@ use std::time::{Duration, Instant};
 use super::{Absent, At, CallArgs, Lane, LocalMem, OpError, Place, Schedule, Sealed, Step};
 use crate::dtype::ReduceOp;
 use crate::flight::State;
-use crate::foreign::Unreadable;
-use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOTS};
+use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STRETCH_BYTES};
 use crate::peers::{Aside, FLAG_PRIVATE, LaneView, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
 use crate::semaphore;
 
 /// How long a failed rank waits for peers that may still use its buffers.
 const PATIENCE: Duration = Duration::from_millis(500);
+
+/// A copy in stretches: first byte and bytes of each.
+#[inline]
+fn stretches(len: u64) -> impl Iterator<Item = (u64, u64)> {
+    (0..len.div_ceil(STRETCH_BYTES)).map(move |k| (k * STRETCH_BYTES, STRETCH_BYTES.min(len - k * STRETCH_BYTES)))
+}
 
 impl Lane {
     #[inline]
@@ -69,7 +74,7 @@ impl Lane {
             napped: false,
         };
         let done = self.run_steps(schedule, &input, &output, aside, args.scale, &mut wait);
-        let stamp = wait.napped || schedule.slot_len == 0;
+        let stamp = wait.napped || schedule.slot_len == 0 || schedule.slot_len > SLOT_BYTES as u64;
         match done {
             Ok(()) => {
                 self.mine().set_progress(self.seq, STEP_DONE);
@@ -299,6 +304,20 @@ impl Lane {
         )
     }
 
+    /// Fails if this rank was aborted, or another of its lanes has failed.
+    fn told_to_stop(&self, wait: &WaitCtx<'_>) -> Result<(), OpError> {
+        let endpoint = &*self.endpoint;
+        let rank = endpoint.rank;
+        if endpoint.abort.aborted() {
+            let (seq, what) = (wait.seq, wait.header.to_string());
+            return Err(OpError::Aborted { rank, seq, what, reason: endpoint.control.state().1 });
+        }
+        match endpoint.broken.get() {
+            Some(first) => Err(OpError::Broken { rank, first: first.clone() }),
+            None => Ok(()),
+        }
+    }
+
     /// Looks at everything that can end a wait early. `missing` tells which peers the step still lacks.
     #[cold]
     fn check(
@@ -312,12 +331,7 @@ impl Lane {
         wait.napped = true;
         self.mine().tally().nap();
         let what = || wait.header.to_string();
-        if endpoint.abort.aborted() {
-            return Err(OpError::Aborted { rank, seq, what: what(), reason: endpoint.control.state().1 });
-        }
-        if let Some(first) = endpoint.broken.get() {
-            return Err(OpError::Broken { rank, first: first.clone() });
-        }
+        self.told_to_stop(wait)?;
         // A peer that is gone ends the wait if this step lacks it, or a later one will.
         let last = seq << 16 | u64::from(wait.last_wait);
         let lacking = |p: &Peer| missing(self.of(p)) || self.of(p).progress() < last;
@@ -334,8 +348,17 @@ impl Lane {
         let now = Instant::now();
         // A time-out beyond what the clock can say is none.
         let Some(end) = now.checked_add(wait.timeout) else { return Ok(()) };
-        let deadline = *wait.deadline.get_or_insert(end);
+        // The rank that is waited for may be at work in this very operation, in one long step.
+        let worked = endpoint.peer(waited).map_or(0, |p| {
+            let counted = self.of(p).tally().read();
+            counted.copied.wrapping_add(counted.reduced)
+        });
+        let (deadline, before) = *wait.deadline.get_or_insert((end, worked));
         if now < deadline {
+            return Ok(());
+        }
+        if worked != before {
+            wait.deadline = Some((end, worked));
             return Ok(());
         }
         let mut absent: Vec<Absent> = Vec::new();
@@ -346,8 +369,12 @@ impl Lane {
                 last += "; its process is stopped (SIGSTOP, a debugger)";
             }
             let a = Absent { rank: p.rank, pid: p.pid, last };
-            // Who has not come at all goes first: those who have come may be waiting for it themselves.
-            if self.of(p).progress() >> 16 < seq { absent.push(a) } else { come.push(a) }
+            // Who has not come at all goes first, then the one that is waited for: the others may wait for them themselves.
+            match self.of(p).progress() >> 16 < seq {
+                true => absent.push(a),
+                false if p.rank == waited => come.insert(0, a),
+                false => come.push(a),
+            }
         }
         absent.append(&mut come);
         Err(OpError::Timeout { rank, seq, what: what(), after: wait.timeout, absent })
@@ -368,22 +395,32 @@ impl Lane {
             }
             Step::Copy { dst, src: At(Place::PeerIn(peer), from), len } if s.direct => {
                 let dst = self.at(s, dst, bases, wait.seq);
-                // SAFETY: as for Copy.
-                unsafe { self.read_private(usize::from(peer), from, dst, len, bases, wait)? };
-                self.mine().tally().copied(len);
+                for (at, len) in stretches(len) {
+                    self.told_to_stop(wait)?;
+                    let dst = dst.wrapping_add(at as usize);
+                    // SAFETY: as for Copy.
+                    unsafe { self.read_private(usize::from(peer), from + at, dst, len, bases, wait)? };
+                    self.mine().tally().copied(len);
+                }
             }
             Step::Copy { dst, src, len } => {
                 let (dst, src) = (self.at(s, dst, bases, wait.seq), self.at(s, src, bases, wait.seq));
-                // SAFETY: `at` gives pointers into memory that is mapped for the whole operation; the schedule was
-                // sealed, so position + len lies inside in_bytes/out_bytes (checked here against the caller's buffers
-                // and, on arrival, the peer's), the slot or the staging half; no other rank writes `dst` now.
-                unsafe {
-                    match s.streaming {
-                        true => reduce::copy_nt(dst, src, len as usize),
-                        false => reduce::copy(dst, src, len as usize),
+                for (at, len) in stretches(len) {
+                    if at > 0 {
+                        self.told_to_stop(wait)?;
                     }
-                };
-                self.mine().tally().copied(len);
+                    let (dst, src) = (dst.wrapping_add(at as usize), src.wrapping_add(at as usize));
+                    // SAFETY: `at` gives pointers into memory that is mapped for the whole operation; the schedule was
+                    // sealed, so position + len lies inside in_bytes/out_bytes (checked here against the caller's buffers
+                    // and, on arrival, the peer's), the slot or the staging half; no other rank writes `dst` now.
+                    unsafe {
+                        match s.streaming {
+                            true => reduce::copy_nt(dst, src, len as usize),
+                            false => reduce::copy(dst, src, len as usize),
+                        }
+                    };
+                    self.mine().tally().copied(len);
+                }
             }
             Step::Reduce { dst, first, n, count, op } => {
                 let mut sources = [std::ptr::null::<u8>(); MAX_LOCAL_RANKS];
@@ -510,7 +547,12 @@ impl Lane {
             // A rank that leaves takes its buffers along: that it left is what there is to say.
             self.still_there(peer, wait)?;
             let (what, pid) = (wait.header.to_string(), p.pid);
-            if why == Unreadable::Gone || p.dead() {
+            // The memory of a process goes a moment before the kernel tells of its end.
+            let until = Instant::now() + PATIENCE;
+            while !p.dead() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if p.dead() {
                 return Err(OpError::Died { rank, seq, what, peer, pid, last: self.of(p).last_seen(seq) });
             }
             Err(OpError::Unreadable { rank, seq, what, peer, pid, why })
@@ -565,7 +607,8 @@ struct WaitCtx<'a> {
     header: &'a OpHeader,
     seq: u64,
     timeout: Duration,
-    deadline: Option<Instant>,
+    /// When the wait gives up, and how many bytes the rank that it waits for had moved when that was set.
+    deadline: Option<(Instant, u64)>,
     last_wait: u16,
     /// Some wait of the operation was not over soon.
     napped: bool,

@@ -21,6 +21,9 @@ fn with_vars(n: usize, script: &str, vars: impl Fn(usize) -> Vec<(&'static str, 
     (0..n).map(|r| Rank::start(fault(script), r, n, &root, &vars(r))).collect()
 }
 
+/// Whatever the choice by size would be.
+const DIRECT: [(&str, &str); 1] = [("WCCL_ALGO", "direct")];
+
 const MOVES: &str = "broadcast:uint8:1000000:1 all_gather:uint8:500000 direct broadcast:fp32:300000:0";
 
 #[test]
@@ -29,8 +32,11 @@ fn one_rank_that_may_not_read_or_does_not_want_to_has_all_stage() {
     for n in [2, 4] {
         for odd in ["", "FAULT_DENY_READV", "WCCL_DIRECT"] {
             let value = if odd == "WCCL_DIRECT" { "0" } else { "1" };
-            let mut ranks =
-                with_vars(n, MOVES, |r| if r == 1 && !odd.is_empty() { vec![(odd, value)] } else { vec![] });
+            let mut ranks = with_vars(n, MOVES, |r| {
+                let mut vars = DIRECT.to_vec();
+                vars.extend((r == 1 && !odd.is_empty()).then_some((odd, value)));
+                vars
+            });
             let said = format!("direct {}", odd.is_empty() && permitted());
             for r in &mut ranks {
                 let lines = r.good();
@@ -47,7 +53,7 @@ fn a_kernel_that_refuses_to_read_a_peer_later_is_an_error_that_names_the_switch(
         return;
     }
     let send = "broadcast:uint8:1000000:0";
-    let mut ranks = start(3, &[], |r| {
+    let mut ranks = start(3, &DIRECT, |r| {
         if r == 2 { format!("{send} deny_readv {send} {send}") } else { format!("{send} {send} {send}") }
     });
     ready(&ranks);
@@ -65,7 +71,7 @@ fn a_buffer_that_is_not_there_any_more_is_named_and_never_half_a_result() {
     if !permitted() {
         return;
     }
-    let mut ranks = start(2, &[], |_| "gone:2000000");
+    let mut ranks = start(2, &DIRECT, |_| "gone:2000000");
     ready(&ranks);
     let pid = format!("pid {}", ranks[0].pid());
     for r in &mut ranks {
@@ -83,7 +89,7 @@ fn a_rank_that_dies_while_its_private_memory_is_read_is_named_on_all() {
     let _one = alone();
     // The root dies, then one of its readers.
     for victim in [0, 2] {
-        let mut ranks = start(3, &[], |_| "host_loop:30000000");
+        let mut ranks = start(3, &DIRECT, |_| "host_loop:30000000");
         ranks.iter().for_each(|r| drop(r.line("looping")));
         let pid = format!("pid {}", ranks[victim].pid());
         let begun = Instant::now();
