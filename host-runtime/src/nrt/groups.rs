@@ -188,6 +188,9 @@ impl ReplicaGroups {
 /// Pause before a library that found nothing is asked again.
 const PAUSE: Duration = Duration::from_millis(5);
 
+/// How long a message may take after the deadline of the whole.
+const REACHED: Duration = Duration::from_millis(200);
+
 /// Messages between the members of a group over their common bootstrap. The library's own deadline bounds each of its waits;
 /// where that is too short, it is asked again.
 struct Bootstrap<'a> {
@@ -219,7 +222,9 @@ impl Messages for Bootstrap<'_> {
     }
 
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
-        self.comm.bootstrap_send(self.members[to] as i32, data).map_err(|e| {
+        // One that lives takes a message at once; nobody else may miss his for one that does not.
+        let until = (self.begun + self.comm.runtime().socket_timeout()).max(Instant::now() + REACHED);
+        self.comm.bootstrap_send_until(self.members[to] as i32, data, until).map_err(|e| {
             self.lost = true;
             self.about(to, &e)
         })

@@ -23,7 +23,8 @@
 //! The secret is a random one of rank 0, gathered in the init and never sent again: strays and other groups have no tag that
 //! fits. A program that was given the port of a rank that died learns one message to that rank, which no other rank takes, and
 //! can answer nothing. What it may do is look like a rank that lives and does not come; the deadline names that rank.
-//! What a message says is an allegation of a peer all the same; lengths are bounded, every wait has a deadline.
+//! The library, through which the init gathers, knows it too: a plugin is inside this boundary, and can do no more to a shrink
+//! than to the init. What a message says is an allegation of a peer all the same; lengths are bounded, every wait has a deadline.
 //!
 //! A child that was forked from a rank and runs no other program holds the sockets of its parent, and a watch on that rank stays
 //! open after its death. Whoever is linked to a rank sees its process end all the same.
@@ -76,13 +77,23 @@ pub(in crate::nrt) struct Beacon {
     rank: usize,
     listener: TcpListener,
     addresses: Vec<SocketAddr>,
-    secret: [u8; SECRET_BYTES],
+    secret: Secret,
     strangers: Vec<Stranger>,
     arrived: Vec<Arrival>,
     /// Held open: a closed one says that this rank is gone.
     watches: Vec<TcpStream>,
     /// Attempts that this rank has begun, by list of survivors.
     begun: HashMap<[u8; SIGNATURE_BYTES], u32>,
+}
+
+/// What the ranks of a group share; never printed.
+#[derive(Clone, Copy)]
+struct Secret([u8; SECRET_BYTES]);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
 }
 
 /// Which attempt.
@@ -170,8 +181,11 @@ impl Beacon {
         let mine = listener.local_addr().map_err(system("opening the rank's meeting place"))?;
         let mut block = encode(&mine);
         let mut secret = [0u8; SECRET_BYTES];
-        rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
-            .map_err(|e| system("reading random bytes")(e.into()))?;
+        // Rank 0's is the group's.
+        if comm.rank() == 0 {
+            rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
+                .map_err(|e| system("reading random bytes")(e.into()))?;
+        }
         block.extend_from_slice(&secret);
         let all = comm.bootstrap_all_gather(&block)?;
         let addresses = all
@@ -183,6 +197,7 @@ impl Beacon {
             .collect::<Result<Vec<_>, Error>>()?;
         secret.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        let secret = Secret(secret);
         Ok(Beacon { rank: comm.rank(), listener, addresses, secret, strangers, arrived, watches, begun })
     }
 
@@ -192,6 +207,7 @@ impl Beacon {
         listener.set_nonblocking(true)?;
         let addresses = vec![listener.local_addr()?; ranks];
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        let secret = Secret(secret);
         Ok(Beacon { rank: 0, listener, addresses, secret, strangers, arrived, watches, begun })
     }
 
@@ -268,7 +284,7 @@ impl Beacon {
     fn introduce(&mut self, s: Stranger) {
         let Stranger { stream, said: b, got, .. } = s;
         let (head, data) = (&b[..TAG_AT], &b[HELLO_BYTES..got]);
-        if tag(&self.secret, self.rank, head, data).verify_slice(&b[TAG_AT..HELLO_BYTES]).is_err() {
+        if tag(&self.secret.0, self.rank, head, data).verify_slice(&b[TAG_AT..HELLO_BYTES]).is_err() {
             return;
         }
         let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]) as usize;
@@ -331,7 +347,7 @@ impl<'a> Meeting<'a> {
         bytes.extend_from_slice(&(data.len() as u32).to_le_bytes());
         bytes.extend_from_slice(&self.attempt.survivors);
         bytes.extend_from_slice(&self.attempt.nth.to_le_bytes());
-        let bytes = sealed(&self.beacon.secret, rank, &bytes, data);
+        let bytes = sealed(&self.beacon.secret.0, rank, &bytes, data);
         loop {
             let left = until.saturating_duration_since(Instant::now()).clamp(PAUSE, Duration::from_secs(1));
             let tried = TcpStream::connect_timeout(&at, left).and_then(|mut s| {
