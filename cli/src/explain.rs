@@ -205,7 +205,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         ))?,
         None => progress.print("# table: none, the built-in rule decides")?,
     }
-    if job.memory == Memory::Host {
+    if job.memory == Memory::Host && n > 1 {
         progress.print(match policy.direct {
             true => "# private memory: all ranks can read one another's",
             false => "# private memory: some rank cannot read another's, or has WCCL_DIRECT=0: nothing goes directly",

@@ -225,16 +225,24 @@ pub fn panels(own: &str, measured: Vec<(Op, Vec<(u64, f64)>)>, others: &Others) 
     measured.iter().map(panel).collect()
 }
 
+/// The file that `path` means, links followed, and where it is written before it takes that name.
+fn part_of(path: &Path) -> std::io::Result<(PathBuf, PathBuf)> {
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
+    let name = path.file_name().ok_or(std::io::ErrorKind::InvalidInput)?;
+    let part = path.with_file_name(format!(".{}.{}.part", name.to_string_lossy(), std::process::id()));
+    Ok((path, part))
+}
+
 /// Whether results can be written there: asked before anything is measured.
 ///
 /// # Errors
 /// Those of the system, with the name of the file.
 pub fn can_write(path: &Path) -> anyhow::Result<()> {
     let tried = match std::fs::metadata(path) {
-        Ok(m) if m.is_file() || m.is_dir() => std::fs::File::options().append(true).open(path).map(drop),
         // A pipe or a device: its reader would take the attempt for the results.
-        Ok(_) => Ok(()),
-        Err(_) => std::fs::File::create_new(path).and_then(|_| std::fs::remove_file(path)),
+        Ok(m) if !m.is_file() && !m.is_dir() => return Ok(()),
+        Ok(m) if m.is_dir() => Err(std::io::ErrorKind::IsADirectory.into()),
+        _ => part_of(path).and_then(|(_, part)| std::fs::File::create(&part).and_then(|_| std::fs::remove_file(part))),
     };
     tried.with_context(|| format!("writing {}", path.display()))
 }
@@ -244,13 +252,16 @@ pub fn can_write(path: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// Those of the system, with the name of the file.
 pub fn write_whole(path: &Path, text: &str) -> anyhow::Result<()> {
-    let name = path.file_name().with_context(|| format!("{} is not a file name", path.display()))?;
-    let part = path.with_file_name(format!(".{}.{}.part", name.to_string_lossy(), std::process::id()));
+    if std::fs::metadata(path).is_ok_and(|m| !m.is_file() && !m.is_dir()) {
+        // A pipe or a device is written to, not replaced.
+        return std::fs::write(path, text).with_context(|| format!("writing {}", path.display()));
+    }
+    let (path, part) = part_of(path).with_context(|| format!("writing {}", path.display()))?;
     let write = || {
         let mut file = std::fs::File::create(&part)?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
-        std::fs::rename(&part, path)
+        std::fs::rename(&part, &path)
     };
     write().with_context(|| {
         // Nothing half-written is left beside the target.

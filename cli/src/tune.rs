@@ -168,6 +168,8 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     // What is measured is all algorithms, whatever the environment prefers.
     let config = RuntimeConfig { algorithm: None, one_hop_max: None, table: None, ..RuntimeConfig::from_env()? };
     let mut m = worker::join_by(config, rank, n)?;
+    // All are linked then, and have agreed on what serves.
+    m.comm.barrier()?;
     let mut rows = Vec::new();
     for memory in &job.memories {
         for (op, cases) in job.sweep.cases(n)?.into_iter().filter(|(op, _)| has_choice(op.name())) {

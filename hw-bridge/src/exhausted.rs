@@ -38,7 +38,7 @@ pub fn limit_of_threads(e: &std::io::Error) -> String {
         Some(EAGAIN) => {
             let own = value(getrlimit(Resource::Nproc).current);
             let mut text = format!("; RLIMIT_NPROC (threads and processes of this user) is {own}");
-            if let Some(pids) = group_limit("pids.max") {
+            if let Some(Some(pids)) = group_limit("pids.max") {
                 text += &format!(", the container's pids.max is {pids}");
             }
             if let Some(bytes) = getrlimit(Resource::As).current {
@@ -50,12 +50,23 @@ pub fn limit_of_threads(e: &std::io::Error) -> String {
     }
 }
 
-/// A limit of this process's control group, where the group is one of the second kind and has that limit.
-fn group_limit(file: &str) -> Option<u64> {
+/// The least `file` of this process's control group and those above it: none if they set none, `None` if that is not known here
+/// (control groups of the first version, or not visible in the container).
+fn group_limit(file: &str) -> Option<Option<u64>> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let path = groups.lines().find_map(|l| l.strip_prefix("0::"))?;
-    let file = format!("/sys/fs/cgroup{}/{file}", path.trim_end_matches('/'));
-    std::fs::read_to_string(file).ok()?.trim().parse().ok()
+    let root = std::path::Path::new("/sys/fs/cgroup");
+    let mine = root.join(path.trim_start_matches('/'));
+    let texts: Vec<String> = mine
+        .ancestors()
+        .take_while(|d| d.starts_with(root))
+        .filter_map(|d| std::fs::read_to_string(d.join(file)).ok())
+        .collect();
+    if texts.is_empty() { None } else { Some(texts.iter().filter_map(|t| t.trim().parse().ok()).min()) }
+}
+
+fn group_value(file: &str) -> String {
+    group_limit(file).map_or_else(|| "not known here".into(), value)
 }
 
 /// What this process may use of the machine: the name of what, and how much, with the limit that says so.
@@ -69,7 +80,7 @@ pub fn limits() -> [(&'static str, String); 4] {
             format!(
                 "memory of the machine: {memory} bytes and {swap} of swap; the container's memory.max is {}; a file at most \
                  (RLIMIT_FSIZE) {}; not of /dev/shm, not locked",
-                value(group_limit("memory.max")),
+                group_value("memory.max"),
                 of(Resource::Fsize)
             ),
         ),
@@ -83,7 +94,7 @@ pub fn limits() -> [(&'static str, String); 4] {
             format!(
                 "{} of this user (RLIMIT_NPROC), the container's pids.max is {}",
                 of(Resource::Nproc),
-                value(group_limit("pids.max"))
+                group_value("pids.max")
             ),
         ),
     ]
