@@ -159,7 +159,7 @@ fn schedules(u: &mut Unstructured<'_>) -> Result<()> {
         && serves(algorithm, &call, n)
         && !(matches!(op, Op::AllGatherV | Op::ReduceScatterV | Op::AllToAllV | Op::Group)
             && algorithm == Algorithm::OneHop)
-        && !(call.redop == ReduceOp::PreMulSum && !dtype.is_float());
+        && (call.redop != ReduceOp::PreMulSum || dtype.is_float());
     let mut all = Vec::new();
     for (rank, call) in calls.iter().enumerate() {
         let mut s = match real && fits {
