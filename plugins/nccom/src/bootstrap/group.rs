@@ -457,7 +457,8 @@ mod tests {
         send_message(&StdSockets, &conn, info.kind(), &info.encode(), 5_000).unwrap();
         for r in ranks {
             let e = r.join().unwrap().unwrap_err();
-            assert!(e.text.contains("the ring is not wired on") && e.text.contains("rank 2"), "{e}");
+            // Rank 0 only waits for rank 2.
+            assert!(e.text.ends_with("the ring is not wired on rank 2"), "{e}");
         }
         assert!(root.join().unwrap().is_err());
     }
@@ -503,6 +504,25 @@ mod tests {
             assert!(e.text.contains("rank 0 joined twice"), "{e}");
         }
         assert!(root.join().unwrap().unwrap_err().text.contains("joined twice"));
+    }
+
+    /// A rank of a build whose records have another form is told so, and so are all others.
+    ///
+    /// Proves INV-32.
+    #[test]
+    fn a_rank_of_another_build_is_refused_at_once() {
+        let (at, root) = started_root(2, 20_000);
+        let first = std::thread::spawn(move || join(at, 0, 2, 20_000));
+        let mut old = std::net::TcpStream::connect(("127.0.0.1", at.port())).unwrap();
+        let mut bytes = [0u8; 16 + 56];
+        bytes[0] = 2;
+        bytes[8] = 56;
+        bytes[16..20].copy_from_slice(&MAGIC.to_le_bytes());
+        old.write_all(&bytes).unwrap();
+        let why = "a rank runs another build of the collectives plugin than its root";
+        let e = first.join().unwrap().unwrap_err();
+        assert!(e.text.contains(why), "{e}");
+        assert!(root.join().unwrap().unwrap_err().text.contains(why));
     }
 
     /// Mute and foreign connections on the root's port and on a rank's cost the group nothing, however many there are.

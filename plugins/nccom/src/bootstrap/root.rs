@@ -13,7 +13,7 @@
 use std::collections::BTreeSet;
 
 use super::lobby::Lobby;
-use super::wire::{Address, Header, Info, Kind, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal};
+use super::wire::{Address, Header, Info, Kind, MAGIC, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal};
 use super::{LOOK_MS, Look, MAX_MESSAGE, REASON_MS, Sockets, look, reason, recv_message, send_message};
 use crate::fail::{Code, Failure};
 
@@ -127,6 +127,35 @@ impl<C> Visitor<C> {
 fn refuse<S: Sockets>(s: &S, conn: &S::Conn, failure: &Failure) {
     // A rank that is gone needs no answer.
     let _ = send_message(s, conn, Kind::Refusal, &encode_refusal(failure, None), HELLO_MS);
+}
+
+/// Who has not wired its ring edges. One that waits for its predecessor is none of those if there are others.
+fn unwired<C>(visitors: &[Visitor<C>], nranks: u32) -> String {
+    let lacks = |rank: i32| visitors.iter().any(|v| !v.joined.get() && v.ranks.contains(&rank));
+    let before = |rank: i32| (rank - 1).rem_euclid(nranks as i32);
+    let all: Vec<&Visitor<C>> = visitors.iter().filter(|v| !v.joined.get()).collect();
+    let first: Vec<&Visitor<C>> = all.iter().copied().filter(|v| v.ranks.iter().any(|r| !lacks(before(*r)))).collect();
+    let named = if first.is_empty() { all } else { first };
+    named.iter().map(|v| v.name()).collect::<Vec<_>>().join(", ")
+}
+
+/// The records that a visitor brings; none for what is no record of ours, which does not matter. Ours of another form come from a
+/// rank of another build, which ends the group (INV-32).
+fn records<S: Sockets>(s: &S, conn: &S::Conn, kind: Kind, payload: &[u8]) -> Result<Option<Vec<Info>>, Failure> {
+    let ours = matches!(kind, Kind::InfoToRoot | Kind::TaggedInfoToRoot) && payload.starts_with(&MAGIC.to_le_bytes());
+    match Info::decode_all(kind, payload) {
+        Ok(infos) => Ok(Some(infos)),
+        Err(e) if ours => {
+            let text = format!(
+                "a rank runs another build of the collectives plugin than its root ({}); install one version everywhere",
+                e.text
+            );
+            let failure = Failure::new(Code::Failure, text);
+            refuse(s, conn, &failure);
+            Err(failure)
+        }
+        Err(_) => Ok(None),
+    }
 }
 
 /// Tells all visitors, and for a while those who come later, that the group ends; those that brought rank 0 last. A rank that
@@ -328,8 +357,8 @@ fn see_off<S: Sockets>(
             }
             Err(e) if timed_out(&e) => {
                 if s.now_ms() >= until {
-                    let waiting: Vec<String> = visitors.iter().filter(|v| !v.joined.get()).map(Visitor::name).collect();
-                    let text = format!("after {patience} ms the ring is not wired on {}", waiting.join(", "));
+                    let text =
+                        format!("after {patience} ms the ring is not wired on {}", unwired(visitors, duty.nranks));
                     return Err(Failure::new(Code::Timeout, text));
                 }
             }
@@ -363,7 +392,7 @@ fn collect<S: Sockets>(
         {
             return Err(Ended { why, rank });
         }
-        let Ok(infos) = Info::decode_all(kind, &payload) else { continue };
+        let Some(infos) = records(s, &conn, kind, &payload)? else { continue };
         if !started {
             started = true;
             until = s.now_ms() + patience(duty.timeout_ms);
@@ -492,7 +521,7 @@ fn collect_local<S: Sockets>(
         {
             return Err(failure);
         }
-        let Ok(&[info]) = Info::decode_all(kind, &payload).as_deref() else { continue };
+        let Some(&[info]) = records(s, &conn, kind, &payload)?.as_deref() else { continue };
         visitors.push(Visitor::new(conn, vec![info.rank]));
         let local = u32::try_from(info.rank).is_ok_and(|r| (first..first + count).contains(&r));
         if !local {
