@@ -373,23 +373,14 @@ impl Communicator {
     /// As [`Communicator::bootstrap_send`], but no wait in it outlasts `until`.
     pub(super) fn bootstrap_send_until(&self, peer: i32, data: &[u8], until: Instant) -> Result<(), Error> {
         within("neuron-bootstrap-send", data.len() as u64)?;
-        self.entry(|f, i, c| {
-            i.peek(|s| s.waits_until = Some(until));
-            let sent = f.bootstrap_send(Some(i), c, peer, data, "runtime");
-            i.peek(|s| s.waits_until = None);
-            sent
-        })
+        self.entry(|f, i, c| waiting_until(i, until, || f.bootstrap_send(Some(i), c, peer, data, "runtime")))
     }
 
     /// As [`Communicator::bootstrap_recv`], but no wait in it outlasts `until`.
     pub(super) fn bootstrap_recv_until(&self, peer: i32, bytes: u64, until: Instant) -> Result<Vec<u8>, Error> {
         within("neuron-bootstrap-recv", bytes)?;
-        let got = self.entry(|f, i, c| {
-            i.peek(|s| s.waits_until = Some(until));
-            let got = f.bootstrap_recv(Some(i), c, peer, bytes, "runtime");
-            i.peek(|s| s.waits_until = None);
-            got
-        })?;
+        let got =
+            self.entry(|f, i, c| waiting_until(i, until, || f.bootstrap_recv(Some(i), c, peer, bytes, "runtime")))?;
         exactly("neuronBootstrapRecv", got, bytes)
     }
 
@@ -470,6 +461,14 @@ fn within(function: &str, bytes: u64) -> Result<(), Error> {
         return Ok(());
     }
     Err(bad(format!("{function}: a message has at most {most} bytes, {bytes} were asked for")))
+}
+
+/// Makes a call of an instance whose waits end at `until`, after which it may be made again.
+fn waiting_until<R>(instance: &Instance, until: Instant, call: impl FnOnce() -> R) -> R {
+    instance.peek(|s| s.waits_until = Some(until));
+    let answer = call();
+    instance.peek(|s| s.waits_until = None);
+    answer
 }
 
 /// Checks what a plugin answered: its words are an allegation.

@@ -267,41 +267,35 @@ impl Lane {
         Ok(())
     }
 
+    #[inline]
     fn wait_progress(&self, peer: usize, target: u64, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
-        let Some(p) = self.endpoint.peer(peer) else {
-            return Err(OpError::NotLinked { rank: self.endpoint.rank, peer });
-        };
-        let theirs = self.of(p);
-        if theirs.progress() >= target {
-            return Ok(());
-        }
-        self.mine().tally().wait();
-        wait.deadline = None;
-        semaphore::wait(
-            self.mine().bell(),
-            self.endpoint.policy,
-            || theirs.progress() >= target,
-            || self.check(wait, |q| q.progress() < target, peer),
-        )
+        self.wait_for(peer, wait, |q| q.progress() >= target)
     }
 
+    #[inline]
     fn wait_arrival(&self, peer: usize, wait: &mut WaitCtx<'_>) -> Result<(), OpError> {
+        let seq = wait.seq;
+        self.wait_for(peer, wait, |q| q.arrived(seq))
+    }
+
+    /// Waits until a peer has `come` so far.
+    fn wait_for(
+        &self,
+        peer: usize,
+        wait: &mut WaitCtx<'_>,
+        come: impl Fn(LaneView<'_>) -> bool,
+    ) -> Result<(), OpError> {
         let Some(p) = self.endpoint.peer(peer) else {
             return Err(OpError::NotLinked { rank: self.endpoint.rank, peer });
         };
-        let seq = wait.seq;
         let theirs = self.of(p);
-        if theirs.arrived(seq) {
+        if come(theirs) {
             return Ok(());
         }
         self.mine().tally().wait();
         wait.deadline = None;
-        semaphore::wait(
-            self.mine().bell(),
-            self.endpoint.policy,
-            || theirs.arrived(seq),
-            || self.check(wait, |q| !q.arrived(seq), peer),
-        )
+        let missing = |q: LaneView<'_>| !come(q);
+        semaphore::wait(self.mine().bell(), self.endpoint.policy, || come(theirs), || self.check(wait, missing, peer))
     }
 
     /// Fails if this rank was aborted, or another of its lanes has failed.
