@@ -12,6 +12,8 @@
 //! | [`hw`] | the host side of `neuron:hw` |
 //! | [`net`] | binding a net component |
 //! | [`plugin`] | compiling, caching, instantiating components; limits; traps |
+//! | [`policy`] | what an operator lets a tenant do, in one file |
+//! | [`message`] | messages between processes of this machine |
 //! | [`tenant`] | what a tenant may use and has used |
 //! | [`swap`] | replacing a library under running communicators |
 //!
@@ -24,9 +26,11 @@ pub mod error;
 pub mod forward;
 pub mod hw;
 pub mod limits;
+pub mod message;
 pub mod net;
 pub mod nrt;
 pub mod plugin;
+pub mod policy;
 pub mod reverse;
 pub mod status;
 pub mod swap;

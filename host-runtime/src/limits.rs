@@ -50,6 +50,12 @@ pub const GUEST_STACK: usize = 512 * 1024;
 pub const MAX_CAUSES: usize = 8;
 /// Bytes of one log line of a guest.
 pub const MAX_LOG_LINE: usize = 4096;
+/// Bytes of a policy file.
+pub const MAX_POLICY_BYTES: usize = 64 << 10;
+/// Bytes of one message between processes of this machine.
+pub const MAX_MESSAGE_BYTES: usize = 5 << 20;
+/// Descriptors that go with one message.
+pub const MAX_MESSAGE_FDS: usize = 64;
 /// Bytes of the text of a choice table.
 pub const MAX_TABLE_BYTES: usize = 1 << 20;
 /// Rows of a choice table: each is compared with all before it when it is read.
@@ -96,6 +102,8 @@ pub struct Limits {
     pub objects: usize,
     /// Log lines of one instance in a second.
     pub log_rate: u32,
+    /// Bytes of the plan of one communicator that a plugin hands to its successor.
+    pub state: usize,
 }
 
 impl Default for Limits {
@@ -112,6 +120,7 @@ impl Default for Limits {
             sockets: 4096,
             objects: 65_536,
             log_rate: 2000,
+            state: 1 << 20,
         }
     }
 }

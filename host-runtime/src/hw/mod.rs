@@ -8,7 +8,7 @@ pub(crate) mod rendezvous;
 pub(crate) mod sockets;
 pub(crate) mod system;
 
-pub use system::GRANTED;
+pub use system::{GRANTED, READABLE};
 mod tasks;
 
 use wasmtime::component::{HasSelf, Linker, Resource};

@@ -141,6 +141,9 @@ impl affinity::Host for HostState {
     }
 }
 
+/// Variables whose files a policy can grant for reading.
+pub const READABLE: &[&str] = &["NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"];
+
 impl config::Host for HostState {
     fn get(&mut self, name: String) -> Trap<Option<String>> {
         Ok(GRANTED.contains(&name.as_str()).then(|| self.tenant.vars.get(&name).cloned()).flatten())

@@ -60,6 +60,26 @@ pub const NET: &[ServedInterface] = &[
     served("neuron:hw/log", HW, false),
 ];
 
+/// WASI interfaces a policy can grant. None of `wasi:sockets`: addresses are reached through `neuron:hw/sockets`, which checks
+/// them against the policy.
+pub const WASI: &[&str] = &[
+    "wasi:cli/environment",
+    "wasi:cli/exit",
+    "wasi:cli/stdin",
+    "wasi:cli/stdout",
+    "wasi:cli/stderr",
+    "wasi:clocks/monotonic-clock",
+    "wasi:clocks/wall-clock",
+    "wasi:filesystem/preopens",
+    "wasi:filesystem/types",
+    "wasi:io/error",
+    "wasi:io/poll",
+    "wasi:io/streams",
+    "wasi:random/insecure",
+    "wasi:random/insecure-seed",
+    "wasi:random/random",
+];
+
 /// The types-only interface that every `nccl:net` table uses.
 const NET_TYPES: &str = "nccl:net/types";
 

@@ -1,0 +1,207 @@
+//! Messages between processes of this machine: a length, then the postcard of one value, with descriptors beside it.
+//!
+//! The control socket of a rank and the sockets of the service both speak so. What comes is an allegation: the length is
+//! checked before anything is allocated, the value must use all its bytes, descriptors beyond what the reader asked for are
+//! closed, and every wait has a deadline.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::limits::{MAX_MESSAGE_BYTES, MAX_MESSAGE_FDS};
+
+/// Why a message did not come or go.
+#[derive(Debug, thiserror::Error)]
+pub enum MessageError {
+    /// The other side closed the socket, or its process ended.
+    #[error("the other side has closed the connection")]
+    Closed,
+    /// The deadline.
+    #[error("nothing came or went within {0:?}")]
+    Late(Duration),
+    /// What came is not a message of this version.
+    #[error("what came is no message that this version knows: {0}")]
+    Malformed(String),
+    /// What should go is larger than a message may be.
+    #[error("a message of {0} bytes is more than the {MAX_MESSAGE_BYTES} one may have")]
+    Large(usize),
+    /// The system.
+    #[error("the connection failed: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// Waits until `fd` is ready or `until`.
+fn ready(fd: impl AsFd, flags: PollFlags, began: Instant, until: Instant) -> Result<(), MessageError> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        match poll(&mut [PollFd::new(&fd, flags)], Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(MessageError::System(e.into())),
+            Ok(n) if n > 0 => return Ok(()),
+            Ok(_) if left.is_zero() => return Err(MessageError::Late(began.elapsed())),
+            Ok(_) => {}
+        }
+    }
+}
+
+/// Sends `value`, with `fds`, before `until`.
+///
+/// # Errors
+/// [`MessageError`]; after one the stream is in the middle of a message and must be closed.
+pub fn send<T: Serialize>(
+    stream: &UnixStream,
+    value: &T,
+    fds: &[BorrowedFd<'_>],
+    until: Instant,
+) -> Result<(), MessageError> {
+    let began = Instant::now();
+    let body = postcard::to_stdvec(value).map_err(|e| MessageError::Malformed(e.to_string()))?;
+    if body.len() > MAX_MESSAGE_BYTES {
+        return Err(MessageError::Large(body.len()));
+    }
+    let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
+    bytes.extend_from_slice(&body);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
+    let mut beside = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !beside.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(MessageError::Malformed(format!("{} descriptors, {MAX_MESSAGE_FDS} can go at once", fds.len())));
+    }
+    let mut sent = 0;
+    while sent < bytes.len() {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        match sendmsg(stream, &[IoSlice::new(&bytes[sent..])], &mut beside, flags) {
+            Ok(n) => {
+                sent += n;
+                // They went with the first byte.
+                beside.clear();
+            }
+            Err(rustix::io::Errno::AGAIN) => ready(stream, PollFlags::OUT, began, until)?,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => return Err(MessageError::Closed),
+            Err(e) => return Err(MessageError::System(e.into())),
+        }
+    }
+    Ok(())
+}
+
+/// Receives one value, with the descriptors that came with it, before `until`.
+///
+/// # Errors
+/// [`MessageError`]; after one the stream must be closed, but for [`MessageError::Late`] before the first byte.
+pub fn receive<T: DeserializeOwned>(stream: &UnixStream, until: Instant) -> Result<(T, Vec<OwnedFd>), MessageError> {
+    let mut fds = Vec::new();
+    let mut head = [0; 4];
+    fill(stream, &mut head, &mut fds, until)?;
+    let len = u32::from_le_bytes(head) as usize;
+    if len > MAX_MESSAGE_BYTES {
+        return Err(MessageError::Malformed(format!("it says that it has {len} bytes")));
+    }
+    let mut body = vec![0; len];
+    fill(stream, &mut body, &mut fds, until)?;
+    Ok((parse(&body)?, fds))
+}
+
+/// Reads the value of one message. Public for the fuzz targets.
+///
+/// # Errors
+/// [`MessageError::Malformed`].
+pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, MessageError> {
+    match postcard::take_from_bytes(body) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(MessageError::Malformed(format!("{} bytes too many", rest.len()))),
+        Err(e) => Err(MessageError::Malformed(e.to_string())),
+    }
+}
+
+fn fill(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>, until: Instant) -> Result<(), MessageError> {
+    let began = Instant::now();
+    let mut got = 0;
+    while got < bytes.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
+        let mut beside = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        match recvmsg(stream, &mut [IoSliceMut::new(&mut bytes[got..])], &mut beside, flags) {
+            Ok(m) if m.bytes == 0 => return Err(MessageError::Closed),
+            Ok(m) => got += m.bytes,
+            Err(rustix::io::Errno::AGAIN) => {
+                ready(stream, PollFlags::IN, began, until)?;
+                continue;
+            }
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(rustix::io::Errno::CONNRESET) => return Err(MessageError::Closed),
+            Err(e) => return Err(MessageError::System(e.into())),
+        }
+        for m in beside.drain() {
+            if let RecvAncillaryMessage::ScmRights(came) = m {
+                fds.extend(came);
+            }
+        }
+        if fds.len() > MAX_MESSAGE_FDS {
+            return Err(MessageError::Malformed("more descriptors than one message may have".into()));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(10)
+    }
+
+    #[test]
+    fn a_value_and_its_descriptors_arrive() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let (mut near, far) = UnixStream::pair().unwrap();
+        let long = vec![7u8; 1 << 20];
+        let sender = std::thread::spawn(move || {
+            send(&a, &("word".to_string(), long), &[far.as_fd()], soon()).unwrap();
+            send(&a, &1u32, &[], soon()).unwrap();
+        });
+        let ((word, bytes), mut fds) = receive::<(String, Vec<u8>)>(&b, soon()).unwrap();
+        assert_eq!((word.as_str(), bytes.len(), fds.len()), ("word", 1 << 20, 1));
+        let (next, none) = receive::<u32>(&b, soon()).unwrap();
+        assert_eq!((next, none.len()), (1, 0));
+        sender.join().unwrap();
+        UnixStream::from(fds.remove(0)).write_all(b"through").unwrap();
+        let mut through = [0; 7];
+        near.read_exact(&mut through).unwrap();
+        assert_eq!(&through, b"through");
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused_and_silence_ends() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        let e = receive::<u32>(&b, Instant::now() + Duration::from_millis(20)).unwrap_err();
+        assert!(matches!(e, MessageError::Late(_)), "{e}");
+        a.write_all(&u32::MAX.to_le_bytes()).unwrap();
+        let e = receive::<u32>(&b, soon()).unwrap_err().to_string();
+        assert!(e.contains("says that it has 4294967295 bytes"), "{e}");
+        assert!(parse::<u32>(&[1, 2]).unwrap_err().to_string().contains("1 bytes too many"));
+        assert!(parse::<(u32, String)>(&[1, 200]).is_err());
+        drop(a);
+        assert!(matches!(receive::<u32>(&b, soon()), Err(MessageError::Closed)));
+        assert!(matches!(send(&b, &1u32, &[], soon()), Err(MessageError::Closed)));
+    }
+
+    #[test]
+    fn a_message_that_is_too_large_is_not_sent() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let e = send(&a, &vec![0u8; MAX_MESSAGE_BYTES + 1], &[], soon()).unwrap_err();
+        assert!(matches!(e, MessageError::Large(_)), "{e}");
+    }
+}

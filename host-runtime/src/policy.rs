@@ -1,0 +1,673 @@
+//! What one tenant may do, in one TOML file that an operator writes.
+//!
+//! The file is the *grant*. What it does not grant is refused: an absent table grants nothing, and a limit that is not
+//! written is the default of [`Limits`]. A plugin's *request* is its imports and its manifest; both are needed.
+//!
+//! The schema is in docs/tenants.md. Every error names the file, the line and the key.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _};
+use toml::Spanned;
+
+use crate::limits::{Limits, MAX_POLICY_BYTES};
+
+/// Longest name of a tenant.
+const MAX_NAME: usize = 32;
+/// Plugins, addresses, files and interfaces that one policy lists, of each.
+const MAX_LISTED: usize = 256;
+
+/// A policy that was read and checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Policy {
+    /// The tenant's name: 1 to 32 of `a` to `z`, `0` to `9` and `-`.
+    pub tenant: String,
+    /// Plugins that may be loaded.
+    pub plugins: Plugins,
+    /// Devices and memory.
+    pub devices: Devices,
+    /// What its instances may use.
+    pub limits: Limits,
+    /// Addresses it may listen on and reach.
+    pub network: Network,
+    /// Variables whose files its plugins may read.
+    pub files: BTreeSet<String>,
+    /// WASI interfaces granted, such as `wasi:clocks/monotonic-clock`.
+    pub wasi: BTreeSet<String>,
+    /// The share of what tenants compete for.
+    pub share: Share,
+}
+
+/// Plugins that may be loaded.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plugins {
+    /// Where they lie. Opened once; no file name leaves it.
+    pub directory: PathBuf,
+    /// Ed25519 public keys. With one or more, each plugin needs a signature by one of them, in `FILE.sig` beside it.
+    #[serde(default)]
+    pub signers: Vec<Hex32>,
+    /// The files.
+    #[serde(rename = "allow")]
+    pub allowed: Vec<Allowed>,
+}
+
+/// One plugin.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Allowed {
+    /// Its name in the directory: no separator, not `.` or `..`.
+    pub file: FileName,
+    /// SHA-256 of its bytes; any bytes if absent.
+    pub sha256: Option<Hex32>,
+}
+
+/// Devices and memory.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct Devices {
+    /// Logical cores.
+    pub cores: BTreeSet<i32>,
+    /// Device memory on each of them, bytes.
+    pub hbm: Bytes,
+    /// Memory registered for the network, in all, bytes.
+    pub registered: Bytes,
+}
+
+/// Addresses a tenant's plugins may use.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Network {
+    /// Where they may listen.
+    pub listen: Vec<Reach>,
+    /// Whom they may connect to.
+    pub reach: Vec<Reach>,
+}
+
+impl Network {
+    /// Whether a plugin may listen on `ip` and `port`; port 0 asks for any, which the system then picks, so all ports of
+    /// the address must be granted.
+    pub fn may_listen(&self, ip: IpAddr, port: u16) -> bool {
+        self.listen.iter().any(|r| r.holds(ip, port))
+    }
+
+    /// Whether a plugin may connect to `ip` and `port`.
+    pub fn may_reach(&self, ip: IpAddr, port: u16) -> bool {
+        self.reach.iter().any(|r| r.holds(ip, port))
+    }
+}
+
+/// `127.0.0.1:20000-32000`, `10.0.0.0/8:*`, `[fd00::]/8:4791`: addresses and their ports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reach {
+    /// Addresses.
+    pub net: IpNet,
+    /// First and last port.
+    pub ports: (u16, u16),
+}
+
+impl Reach {
+    fn holds(&self, ip: IpAddr, port: u16) -> bool {
+        // An IPv4 address that came in an IPv6 one is that IPv4 address, for whoever checks and for the system alike.
+        let ip = ip.to_canonical();
+        let ports = if port == 0 { self.ports == (0, u16::MAX) } else { (self.ports.0..=self.ports.1).contains(&port) };
+        self.net.contains(&ip) && ports
+    }
+}
+
+impl FromStr for Reach {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Reach, String> {
+        let how = "expected ADDRESS[/BITS]:PORTS, such as 127.0.0.1:20000-32000, 10.0.0.0/8:* or [fd00::]/8:4791";
+        let (net, ports) = s.rsplit_once(':').ok_or(how)?;
+        let (ip, bits) = net.split_once('/').map_or((net, None), |(ip, bits)| (ip, Some(bits)));
+        let bare = ip.strip_prefix('[').and_then(|ip| ip.strip_suffix(']'));
+        let ip: IpAddr = bare.unwrap_or(ip).parse().map_err(|_| how)?;
+        if ip.is_ipv6() != bare.is_some() {
+            return Err(how.into());
+        }
+        let whole = if ip.is_ipv6() { 128 } else { 32 };
+        let bits = bits.map_or(Ok(whole), |b| b.parse::<u8>()).map_err(|_| how)?;
+        let net = IpNet::new(ip, bits).map_err(|_| format!("/{bits} is more than the {whole} bits of {ip}"))?;
+        if net.addr() != net.network() {
+            return Err(format!("{net} has bits set behind the first {bits}; write {}", net.trunc()));
+        }
+        let port = |p: &str| p.parse::<u16>().ok().filter(|p| *p > 0).ok_or(how);
+        let ports = match ports.split_once('-') {
+            _ if ports == "*" => (0, u16::MAX),
+            Some((first, last)) => (port(first)?, port(last)?),
+            None => (port(ports)?, port(ports)?),
+        };
+        if ports.0 > ports.1 {
+            return Err(format!("the ports {}-{} are in the wrong order", ports.0, ports.1));
+        }
+        Ok(Reach { net, ports })
+    }
+}
+
+impl fmt::Display for Reach {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ip = self.net.addr();
+        match ip {
+            IpAddr::V4(ip) => write!(f, "{ip}")?,
+            IpAddr::V6(ip) => write!(f, "[{ip}]")?,
+        }
+        if self.net.prefix_len() < self.net.max_prefix_len() {
+            write!(f, "/{}", self.net.prefix_len())?;
+        }
+        match self.ports {
+            (0, u16::MAX) => write!(f, ":*"),
+            (a, b) if a == b => write!(f, ":{a}"),
+            (a, b) => write!(f, ":{a}-{b}"),
+        }
+    }
+}
+
+/// The share of what tenants compete for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct Share {
+    /// Weight among tenants whose operations compete, 1 to 1000.
+    pub weight: u32,
+    /// Bytes a second that its operations may move; none for no cap.
+    pub bandwidth: Option<Rate>,
+    /// Operations in progress at a time.
+    pub proxy_slots: u32,
+    /// Share of one core that its plugins' calls may take, in per cent; 100 is a whole core.
+    pub control_cpu: u32,
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Share { weight: 100, bandwidth: None, proxy_slots: 64, control_cpu: 100 }
+    }
+}
+
+/// `64 MiB`, `1 GiB`, or a number of bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Bytes(pub u64);
+
+/// `4 GiB/s`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rate(pub u64);
+
+/// `20 s`, `500 ms`, `2 min`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span(pub Duration);
+
+/// 32 bytes in hexadecimal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hex32(pub [u8; 32]);
+
+/// A name in a directory, nothing more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FileName(pub String);
+
+/// A number and its unit: `64 MiB` and `64MiB` alike.
+fn number(s: &str) -> Option<(u64, &str)> {
+    let end = s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len());
+    Some((s[..end].parse().ok()?, s[end..].trim_start()))
+}
+
+impl FromStr for Bytes {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Bytes, String> {
+        let how = || format!("`{s}` is no size; expected a number and B, KiB, MiB, GiB or TiB, such as \"64 MiB\"");
+        let (n, unit) = number(s).ok_or_else(how)?;
+        let shift = ["B", "KiB", "MiB", "GiB", "TiB"].iter().position(|u| *u == unit).ok_or_else(how)?;
+        n.checked_mul(1 << (10 * shift)).map(Bytes).ok_or_else(|| format!("`{s}` is more than 2^64 bytes"))
+    }
+}
+
+impl FromStr for Rate {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Rate, String> {
+        let how = || format!("`{s}` is no rate; expected a size a second, such as \"4 GiB/s\"");
+        let bytes: Bytes = s.strip_suffix("/s").ok_or_else(how)?.trim_end().parse().map_err(|_| how())?;
+        if bytes.0 == 0 {
+            Err("a rate of 0 lets nothing move; leave the key out for no cap".into())
+        } else {
+            Ok(Rate(bytes.0))
+        }
+    }
+}
+
+impl FromStr for Span {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Span, String> {
+        let how = || format!("`{s}` is no time; expected a number and ms, s, min or h, such as \"20 s\"");
+        let (n, unit) = number(s).ok_or_else(how)?;
+        let ms = match unit {
+            "ms" => 1,
+            "s" => 1000,
+            "min" => 60_000,
+            "h" => 3_600_000,
+            _ => return Err(how()),
+        };
+        let ms = n.checked_mul(ms).filter(|ms| (1..=MAX_SPAN_MS).contains(ms));
+        ms.map(|ms| Span(Duration::from_millis(ms))).ok_or_else(|| format!("`{s}` is not between 1 ms and 30 days"))
+    }
+}
+
+const MAX_SPAN_MS: u64 = 30 * 24 * 3_600_000;
+
+impl FromStr for Hex32 {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Hex32, String> {
+        let mut out = [0; 32];
+        if s.len() != 64 || !s.bytes().all(|b| b.is_ascii_hexdigit()) {
+            return Err(format!("expected 64 hexadecimal digits, found {} characters", s.chars().count()));
+        }
+        for (i, byte) in out.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&s[2 * i..2 * i + 2], 16).map_err(|e| e.to_string())?;
+        }
+        Ok(Hex32(out))
+    }
+}
+
+impl FromStr for FileName {
+    type Err = String;
+    fn from_str(s: &str) -> Result<FileName, String> {
+        let plain = !s.is_empty() && s != "." && s != ".." && !s.contains(['/', '\\', '\0']) && s.len() <= 255;
+        if plain {
+            Ok(FileName(s.into()))
+        } else {
+            Err(format!("`{s}` is no file name; a name in plugins.directory, without `/`"))
+        }
+    }
+}
+
+macro_rules! from_text {
+    ($($t:ty),*) => {$(
+        impl<'de> Deserialize<'de> for $t {
+            fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+                String::deserialize(d)?.parse().map_err(D::Error::custom)
+            }
+        }
+    )*};
+}
+from_text!(Reach, Bytes, Rate, Span, Hex32, FileName);
+
+/// The file as it is written; what needs more than one value to check keeps its place.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    tenant: Spanned<String>,
+    plugins: Spanned<Plugins>,
+    #[serde(default)]
+    devices: Devices,
+    #[serde(default)]
+    limits: WrittenLimits,
+    #[serde(default)]
+    network: Network,
+    #[serde(default)]
+    files: WrittenFiles,
+    #[serde(default)]
+    wasi: WrittenWasi,
+    share: Option<Spanned<Share>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct WrittenFiles {
+    read: BTreeSet<Spanned<String>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+struct WrittenWasi {
+    grant: BTreeSet<Spanned<String>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct WrittenLimits {
+    memory: Option<Bytes>,
+    table: Option<usize>,
+    call: Option<Span>,
+    call_in_all: Option<Span>,
+    communicators: Option<usize>,
+    connections: Option<usize>,
+    objects: Option<usize>,
+    tasks: Option<usize>,
+    log_lines: Option<u32>,
+    state: Option<Bytes>,
+}
+
+/// Why a policy cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PolicyError {
+    /// The file.
+    #[error("the policy {path} cannot be read: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Its text.
+    #[error("the policy {path}, line {line}{}: {why}", key.as_ref().map_or(String::new(), |k| format!(", key `{k}`")))]
+    Line {
+        /// The file.
+        path: PathBuf,
+        /// Counted from 1.
+        line: usize,
+        /// The key, with its table.
+        key: Option<String>,
+        /// What is wrong.
+        why: String,
+    },
+}
+
+impl Policy {
+    /// Reads a policy file.
+    ///
+    /// # Errors
+    /// [`PolicyError`], which names the line and the key.
+    pub fn read(path: &Path) -> Result<Policy, PolicyError> {
+        use std::io::Read;
+        let file = |source| PolicyError::File { path: path.into(), source };
+        let mut text = String::new();
+        // One byte more than allowed, so that too much is noticed and never all read.
+        let from = std::fs::File::open(path).map_err(file)?;
+        from.take(MAX_POLICY_BYTES as u64 + 1).read_to_string(&mut text).map_err(file)?;
+        if text.len() > MAX_POLICY_BYTES {
+            let why = format!("it has more than {MAX_POLICY_BYTES} bytes");
+            return Err(file(std::io::Error::other(why)));
+        }
+        Policy::parse(path, &text)
+    }
+
+    /// Reads the text of a policy; `path` is for messages.
+    ///
+    /// # Errors
+    /// As [`Policy::read`].
+    pub fn parse(path: &Path, text: &str) -> Result<Policy, PolicyError> {
+        let line = |span: Option<std::ops::Range<usize>>, why: String| {
+            let at = span.map_or(0, |s| s.start);
+            PolicyError::Line { path: path.into(), line: line_of(text, at), key: key_at(text, at), why }
+        };
+        let w: Written = toml::from_str(text).map_err(|e| line(e.span(), e.message().into()))?;
+        let at = |span, why: String| Err(line(Some(span), why));
+        let name = w.tenant.get_ref();
+        let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if name.is_empty() || name.len() > MAX_NAME || !name.chars().all(plain) {
+            return at(w.tenant.span(), format!("a tenant's name is 1 to {MAX_NAME} of a-z, 0-9 and -"));
+        }
+        let plugins = w.plugins.get_ref();
+        if plugins.allowed.is_empty() || plugins.allowed.len() > MAX_LISTED {
+            return at(w.plugins.span(), format!("1 to {MAX_LISTED} plugins are allowed in [[plugins.allow]]"));
+        }
+        if !plugins.directory.is_absolute() {
+            return at(
+                w.plugins.span(),
+                "the directory must be an absolute path: it must not depend on where a program starts".into(),
+            );
+        }
+        for (i, a) in plugins.allowed.iter().enumerate() {
+            if plugins.allowed[..i].iter().any(|b| b.file == a.file) {
+                return at(w.plugins.span(), format!("{} is allowed twice", a.file.0));
+            }
+        }
+        for v in &w.files.read {
+            if !crate::hw::READABLE.contains(&v.get_ref().as_str()) {
+                let known = crate::hw::READABLE.join(", ");
+                return at(v.span(), format!("no plugin reads a file named by {}; known are {known}", v.get_ref()));
+            }
+        }
+        for v in &w.wasi.grant {
+            if !crate::plugin::check::WASI.contains(&v.get_ref().as_str()) {
+                let known = crate::plugin::check::WASI.join(", ");
+                return at(
+                    v.span(),
+                    format!("{} is not an interface this host can grant; those are {known}", v.get_ref()),
+                );
+            }
+        }
+        if let Some(share) = &w.share {
+            let s = share.get_ref();
+            if !(1..=1000).contains(&s.weight)
+                || !(1..=65_536).contains(&s.proxy_slots)
+                || !(1..=100).contains(&s.control_cpu)
+            {
+                let why = "weight is 1 to 1000, proxy-slots 1 to 65536, control-cpu 1 to 100";
+                return at(share.span(), why.into());
+            }
+        }
+        let d = Limits::default();
+        let l = w.limits;
+        let size = |b: Option<Bytes>, d: usize| b.map_or(d, |b| usize::try_from(b.0).unwrap_or(usize::MAX));
+        let limits = Limits {
+            memory: size(l.memory, d.memory),
+            table: l.table.unwrap_or(d.table),
+            call: l.call.map_or(d.call, |s| s.0),
+            wall: l.call_in_all.map_or(d.wall, |s| s.0),
+            communicators: l.communicators.unwrap_or(d.communicators),
+            sockets: l.connections.unwrap_or(d.sockets),
+            objects: l.objects.unwrap_or(d.objects),
+            tasks: l.tasks.unwrap_or(d.tasks),
+            log_rate: l.log_lines.unwrap_or(d.log_rate),
+            state: size(l.state, d.state),
+            ..d
+        };
+        Ok(Policy {
+            tenant: w.tenant.into_inner(),
+            plugins: w.plugins.into_inner(),
+            devices: w.devices,
+            limits,
+            network: w.network,
+            files: w.files.read.into_iter().map(Spanned::into_inner).collect(),
+            wasi: w.wasi.grant.into_iter().map(Spanned::into_inner).collect(),
+            share: w.share.map(Spanned::into_inner).unwrap_or_default(),
+        })
+    }
+}
+
+/// The line of a byte, counted from 1.
+fn line_of(text: &str, at: usize) -> usize {
+    1 + text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count()
+}
+
+/// The key whose value is at a byte, with its table: what an operator searches for.
+fn key_at(text: &str, at: usize) -> Option<String> {
+    let line = line_of(text, at);
+    let mut table = String::new();
+    let mut key = None;
+    for l in text.lines().take(line) {
+        let l = l.trim();
+        if let Some(header) = l.strip_prefix('[').and_then(|h| h.split(']').next()) {
+            table = header.trim_start_matches('[').trim().to_string();
+            key = None;
+        } else if let Some((k, _)) = l.split_once('=').filter(|_| !l.starts_with('#')) {
+            key = Some(k.trim().to_string());
+        }
+    }
+    match (table.is_empty(), key) {
+        (true, key) => key,
+        (false, Some(key)) => Some(format!("{table}.{key}")),
+        (false, None) => Some(table),
+    }
+}
+
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+        let unit = (0..units.len()).rev().find(|u| self.0 > 0 && self.0 % (1 << (10 * u)) == 0).unwrap_or(0);
+        write!(f, "{} {}", self.0 >> (10 * unit), units[unit])
+    }
+}
+
+/// What the tenant may do, in plain words, a line each.
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |all: Vec<String>| if all.is_empty() { "nothing".to_string() } else { all.join(", ") };
+        let reaches = |all: &[Reach]| list(all.iter().map(Reach::to_string).collect());
+        writeln!(f, "tenant {}", self.tenant)?;
+        for a in &self.plugins.allowed {
+            let pin = if a.sha256.is_some() { "if its SHA-256 is the one in the policy" } else { "whatever is in it" };
+            let signed = if self.plugins.signers.is_empty() { "" } else { ", and signed by one of the signers" };
+            writeln!(f, "  may load {} from {}, {pin}{signed}", a.file.0, self.plugins.directory.display())?;
+        }
+        let cores: Vec<String> = self.devices.cores.iter().map(i32::to_string).collect();
+        writeln!(f, "  may use logical cores: {}", list(cores))?;
+        writeln!(
+            f,
+            "  may have {} of device memory on each, {} registered in all",
+            self.devices.hbm, self.devices.registered
+        )?;
+        let l = &self.limits;
+        writeln!(f, "  may have {} communicators, {} background tasks", l.communicators, l.tasks)?;
+        let memory = Bytes(l.memory as u64);
+        writeln!(
+            f,
+            "  each instance: {memory} of memory, {} connections, {} log lines a second",
+            l.sockets, l.log_rate
+        )?;
+        writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
+        writeln!(f, "  may listen on: {}", reaches(&self.network.listen))?;
+        writeln!(f, "  may connect to: {}", reaches(&self.network.reach))?;
+        writeln!(f, "  may read files named by: {}", list(self.files.iter().cloned().collect()))?;
+        writeln!(f, "  may import of WASI: {}", list(self.wasi.iter().cloned().collect()))?;
+        let s = &self.share;
+        let cap = s.bandwidth.map_or("no cap".into(), |r| format!("at most {}/s", Bytes(r.0)));
+        writeln!(
+            f,
+            "  has weight {} among tenants, {cap}, {} operations at a time, {} % of a core for its plugins",
+            s.weight, s.proxy_slots, s.control_cpu
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const WHOLE: &str = r#"
+tenant = "red"
+
+[plugins]
+directory = "/srv/red"
+signers = ["00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"]
+[[plugins.allow]]
+file = "nccom.wasm"
+sha256 = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
+[[plugins.allow]]
+file = "other.wasm"
+
+[devices]
+cores = [0, 1]
+hbm = "1 GiB"
+registered = "256MiB"
+
+[limits]
+memory = "32 MiB"
+call = "500 ms"
+call-in-all = "2 min"
+communicators = 4
+
+[network]
+listen = ["127.0.0.1:20000-32000"]
+reach = ["127.0.0.0/8:*", "[fd00::]/8:4791"]
+
+[share]
+weight = 300
+bandwidth = "4 GiB/s"
+"#;
+
+    fn parse(text: &str) -> Result<Policy, String> {
+        Policy::parse(Path::new("red.toml"), text).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_whole_policy_is_read() {
+        let p = parse(WHOLE).unwrap();
+        assert_eq!((p.tenant.as_str(), p.plugins.allowed.len()), ("red", 2));
+        assert_eq!((p.devices.hbm.0, p.devices.registered.0), (1 << 30, 256 << 20));
+        assert_eq!((p.limits.memory, p.limits.call), (32 << 20, Duration::from_millis(500)));
+        assert_eq!((p.limits.wall, p.limits.communicators), (Duration::from_secs(120), 4));
+        assert_eq!(p.limits.tasks, Limits::default().tasks);
+        assert_eq!((p.share.weight, p.share.bandwidth), (300, Some(Rate(4 << 30))));
+        let words = p.to_string();
+        assert!(words.contains("may connect to: 127.0.0.0/8:*, [fd00::]/8:4791\n"), "{words}");
+        assert!(words.contains("may load other.wasm from /srv/red, whatever is in it, and signed"), "{words}");
+    }
+
+    #[test]
+    fn what_is_not_granted_is_refused() {
+        let p = parse("tenant = \"a\"\n[plugins]\ndirectory = \"/p\"\nallow = [{ file = \"x\" }]\n").unwrap();
+        assert!(p.devices.cores.is_empty() && p.wasi.is_empty() && p.files.is_empty());
+        assert!(!p.network.may_listen("127.0.0.1".parse().unwrap(), 1000));
+        assert!(!p.network.may_reach("127.0.0.1".parse().unwrap(), 1000));
+    }
+
+    #[test]
+    fn addresses_are_held_by_net_and_port() {
+        let p = parse(WHOLE).unwrap();
+        let ip = |s: &str| s.parse::<IpAddr>().unwrap();
+        assert!(p.network.may_listen(ip("127.0.0.1"), 20_000) && p.network.may_listen(ip("127.0.0.1"), 32_000));
+        assert!(!p.network.may_listen(ip("127.0.0.1"), 19_999) && !p.network.may_listen(ip("127.0.0.2"), 20_000));
+        // Any port is asked for, some are granted.
+        assert!(!p.network.may_listen(ip("127.0.0.1"), 0));
+        assert!(p.network.may_reach(ip("::ffff:127.0.0.9"), 1) && !p.network.may_reach(ip("10.0.0.1"), 1));
+        assert!(p.network.may_reach(ip("fd00::1"), 4791) && !p.network.may_reach(ip("fd00::1"), 4792));
+    }
+
+    #[test]
+    fn errors_name_the_line_and_the_key() {
+        let swap = |from: &str, to: &str| parse(&WHOLE.replacen(from, to, 1)).unwrap_err();
+        for (from, to, says) in [
+            ("\"1 GiB\"", "\"1 GB\"", "line 15, key `devices.hbm`: `1 GB` is no size"),
+            ("memory = ", "memroy = ", "line 19, key `limits.memroy`: unknown field `memroy`"),
+            ("\"500 ms\"", "\"0 ms\"", "line 20, key `limits.call`: `0 ms` is not between"),
+            (
+                "20000-32000",
+                "32000-20000",
+                "line 25, key `network.listen`: the ports 32000-20000 are in the wrong order",
+            ),
+            ("127.0.0.0/8:*", "127.0.0.1/8:*", "line 26, key `network.reach`: 127.0.0.1/8 has bits set"),
+            (
+                "\"other.wasm\"",
+                "\"../other.wasm\"",
+                "line 11, key `plugins.allow.file`: `../other.wasm` is no file name",
+            ),
+            ("\"other.wasm\"", "\"nccom.wasm\"", "nccom.wasm is allowed twice"),
+            ("\"/srv/red\"", "\"srv/red\"", "must be an absolute path"),
+            ("tenant = \"red\"", "tenant = \"Red\"", "line 2, key `tenant`: a tenant's name is"),
+            ("weight = 300", "weight = 0", "weight is 1 to 1000"),
+            ("4 GiB/s", "0 GiB/s", "leave the key out for no cap"),
+            (
+                "communicators = 4",
+                "communicators = 4\ncommunicators = 5",
+                "line 23, key `limits.communicators`: duplicate key",
+            ),
+        ] {
+            let e = swap(from, to);
+            assert!(e.contains("red.toml") && e.contains(says), "{to}: {e}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_a_policy_or_an_error(text in "\\PC{0,200}") {
+            let _ = parse(&text);
+        }
+
+        #[test]
+        fn any_change_of_a_policy_is_a_policy_or_an_error(at in 0usize..700, b in any::<u8>()) {
+            let mut bytes = WHOLE.as_bytes().to_vec();
+            let at = at % bytes.len();
+            bytes[at] = b;
+            if let Ok(text) = String::from_utf8(bytes) {
+                let _ = parse(&text);
+            }
+        }
+    }
+}
