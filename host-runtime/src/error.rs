@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::plugin::supervisor::Refusal;
 use crate::status::Status;
 
 /// An error of the runtime. [`Error::status`] gives the NRT_STATUS a C caller would see.
@@ -43,8 +44,20 @@ pub enum Error {
         /// Sentences that belong to it, the innermost first.
         causes: Vec<String>,
     },
-    /// The instance trapped, ran out of time or over a limit, or already had.
-    #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; this instance serves no more calls, data in flight goes on{}", listed(.causes))]
+    /// The plugin stopped before, and does not run again yet or at all.
+    #[error("{entry} of plugin {plugin} was not called on tenant {tenant}: {refusal}; data in flight goes on")]
+    Supervised {
+        /// The entry.
+        entry: &'static str,
+        /// The plugin.
+        plugin: String,
+        /// The tenant.
+        tenant: String,
+        /// Quarantine, or a pause.
+        refusal: Refusal,
+    },
+    /// The instance trapped, ran out of time or over a limit, or already had and had left no plan to go on with.
+    #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; data in flight goes on{}", listed(.causes))]
     Stopped {
         /// The entry.
         entry: &'static str,
@@ -139,9 +152,11 @@ impl Error {
         use hw_bridge::sequencer::OpError;
         match self {
             Error::Usage(_) | Error::Config(_) => Status::INVALID,
-            Error::Plugin { .. } | Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Reentered { .. } => {
-                Status::FAILURE
-            }
+            Error::Plugin { .. }
+            | Error::NotLoaded { .. }
+            | Error::Stopped { .. }
+            | Error::Supervised { .. }
+            | Error::Reentered { .. } => Status::FAILURE,
             Error::Entry { status, .. } | Error::Group { status, .. } => *status,
             Error::Busy { .. } | Error::Connecting { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,

@@ -50,6 +50,8 @@ pub const GUEST_STACK: usize = 512 * 1024;
 pub const MAX_CAUSES: usize = 8;
 /// Bytes of one log line of a guest.
 pub const MAX_LOG_LINE: usize = 4096;
+/// Longest pause before a plugin that stopped is started again.
+pub const MAX_RESTART_PAUSE: Duration = Duration::from_secs(30);
 /// Bytes of a policy file.
 pub const MAX_POLICY_BYTES: usize = 64 << 10;
 /// Bytes of one message between processes of this machine.
@@ -102,6 +104,12 @@ pub struct Limits {
     pub objects: usize,
     /// Log lines of one instance in a second.
     pub log_rate: u32,
+    /// Stops of a plugin within the window after which it is not started again.
+    pub restarts: u32,
+    /// The window.
+    pub restart_window: Duration,
+    /// Pause before the first restart; doubles with each stop in the window.
+    pub restart_pause: Duration,
     /// Bytes of the plan of one communicator that a plugin hands to its successor.
     pub state: usize,
 }
@@ -120,6 +128,9 @@ impl Default for Limits {
             sockets: 4096,
             objects: 65_536,
             log_rate: 2000,
+            restarts: 5,
+            restart_window: Duration::from_secs(600),
+            restart_pause: Duration::from_millis(100),
             state: 1 << 20,
         }
     }

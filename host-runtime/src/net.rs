@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use crate::abort::AbortToken;
 use crate::bindings::net_plugin::exports::nccl::net::nccl_net_plugin_v6::{NcclError, Properties};
@@ -59,8 +60,14 @@ impl NetLibrary {
     /// Binds the v6 table by its exact name. The error is the original's text.
     fn bind(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
         let mut bound = lock(&self.bound);
-        if bound.is_some() {
-            return Ok(());
+        if let Some(Bound { instance, .. }) = &*bound {
+            if instance.stopped().is_none() {
+                return Ok(());
+            }
+            tenant
+                .supervisor
+                .admit_again(&self.library, &tenant.limits, Instant::now())
+                .map_err(|refusal| format!("net plugin {} was not bound again: {refusal}", self.library.name))?;
         }
         let Some(table) = self.library.exported(V6) else {
             let offers: Vec<String> = self.library.exports().into_iter().map(|e| e.0).collect();

@@ -5,6 +5,7 @@
 //! memory are the host's, so native work never stops.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use wasmtime::component::Resource;
 
@@ -12,7 +13,7 @@ use crate::bindings::exports::neuron::lifecycle::lifecycle::Description;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::error::Error;
 use crate::forward;
-use crate::hw::objects::CommunicatorObject;
+use crate::hw::objects::{CommCore, CommunicatorObject};
 use crate::limits::byte_list;
 use crate::nrt::{Communicator, Runtime};
 use crate::plugin::Instance;
@@ -64,6 +65,40 @@ fn import(new: &Instance, comm: &Resource<CommunicatorObject>, schema: u32, stat
         return false;
     }
     matches!(call::<_, Result<(), NrtStatus>>(new, "resume", (handle(),)), Some(Ok(Ok(()))))
+}
+
+/// The plan of one communicator as its plugin last handed it out.
+#[derive(Debug)]
+pub(crate) struct Checkpoint {
+    schema: u32,
+    state: Vec<u8>,
+}
+
+impl Checkpoint {
+    /// Between two calls of `instance`; nothing if the plugin has no life-cycle interface or does not answer.
+    pub(crate) fn take(instance: &Instance, comm: u32) -> Option<Checkpoint> {
+        let schema = describe(instance)?.state_schema;
+        let state = call::<_, Result<Vec<u8>, NrtStatus>>(
+            instance,
+            "export-state",
+            (Resource::<CommunicatorObject>::new_borrow(comm),),
+        )?;
+        let state = state.ok()?.ok()?;
+        (state.len() <= instance.tenant().limits.state).then_some(Checkpoint { schema, state })
+    }
+
+    /// A new instance with this plan in the place of `stopped`, and its handle of the communicator.
+    pub(crate) fn restore(&self, stopped: &Instance, core: &Arc<CommCore>) -> Result<(Arc<Instance>, u32), Error> {
+        let instance = stopped.successor("restart")?;
+        let handle = instance
+            .peek(|s| s.add(CommunicatorObject(core.clone())))
+            .map_err(|_| Error::Bug("a fresh instance has no room for one handle".into()))?;
+        if import(&instance, &handle, self.schema, &self.state) {
+            return Ok((instance, handle.rep()));
+        }
+        let cause = instance.stopped().unwrap_or_else(|| "it does not take its own plan back".into());
+        Err(instance.stop_error("import-state", cause, Vec::new()))
+    }
 }
 
 pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communicator]) -> Result<u64, Error> {

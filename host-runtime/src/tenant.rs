@@ -17,6 +17,7 @@ use hw_bridge::semaphore::WaitMode;
 
 use crate::limits::Limits;
 use crate::net::NetLibrary;
+use crate::plugin::supervisor::Supervisor;
 
 /// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
 #[derive(Debug, Default)]
@@ -93,6 +94,8 @@ pub struct Tenant {
     pub(crate) vars: BTreeMap<String, String>,
     /// Counters.
     pub counters: Arc<Counters>,
+    /// How often its plugins stopped, and which may run again.
+    pub supervisor: Supervisor,
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
     pub(crate) tasks: Mutex<Tasks>,
@@ -156,6 +159,7 @@ impl Tenant {
             device: device.clone(),
             vars,
             counters: Arc::default(),
+            supervisor: Supervisor::default(),
             links,
             net: Mutex::default(),
             tasks: Mutex::default(),

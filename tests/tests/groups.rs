@@ -315,11 +315,12 @@ fn a_shrink_needs_neither_the_library_nor_the_bootstrap() {
     let file = plugin_file("stops-before-a-shrink", &zoo::described(&zoo::rewrite(&core, &trap).unwrap()).unwrap());
     let mut c = config();
     c.plugin = Some(file.path().into());
+    c.limits.restart_pause = Duration::from_secs(30);
     world(3, &c, |comm| {
         let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
         comm.peer_device_id(0).unwrap_err();
         assert!(comm.control_stopped().is_some());
-        assert!(matches!(comm.split(Some(0), 0), Err(Error::Stopped { .. })));
+        assert!(matches!(comm.split(Some(0), 0), Err(Error::Supervised { .. })));
         let refused = comm.replica_group(&Group::of([0, 1, 2]), &program(rank, &[], 1), GroupOptions::default());
         let e = refused.unwrap_err().to_string();
         assert!(e.contains("makes no more groups since one of them failed"), "{e}");

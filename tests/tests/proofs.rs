@@ -7,6 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{bytes_of, config, plugin_file, values_of, world};
+use host_runtime::bindings::exports::neuron::nccom::collectives::CommInfo;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
 use host_runtime::{DataType, ReduceOp};
@@ -21,6 +22,10 @@ fn reduce_ones(comm: &mut Communicator, t: &Tensor) {
     t.read(0, &mut out).unwrap();
     let n = comm.nranks() as f32;
     assert!(values_of(&out).iter().all(|v| *v == n));
+}
+
+fn orders(info: &CommInfo) -> Vec<Vec<i32>> {
+    info.rings.iter().map(|r| r.user_ranks.clone()).collect()
 }
 
 /// `component_calls` rises during init and stays flat over 100,000 collectives after warm-up.
@@ -43,7 +48,8 @@ fn no_component_call_in_the_steady_state() {
     });
 }
 
-/// The component traps in mid-run: its communicator's control plane is gone, the collectives go on.
+/// The component traps in mid-run: the collectives go on, its communicator's control plane starts again with its last plan,
+/// and after too many traps it does not.
 #[test]
 fn data_in_flight_survives_a_trap_of_the_plugin() {
     let core = zoo::built("nccom.core.wasm").unwrap();
@@ -52,11 +58,16 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
     let file = plugin_file("traps-in-slot-18", &zoo::described(&trapping).unwrap());
     let mut c = config();
     c.plugin = Some(file.path().into());
+    c.limits.restarts = 2;
+    c.limits.restart_pause = Duration::ZERO;
     world(2, &c, |mut comm| {
         let t = comm.tensor(1 << 20).unwrap();
+        let planned = comm.query_info().unwrap();
         for round in 0..200 {
             reduce_ones(&mut comm, &t);
-            if round == 100 {
+            if round % 50 == 25 && round < 150 {
+                assert_eq!(orders(&comm.query_info().unwrap()), orders(&planned));
+                assert_eq!(comm.control_stopped(), None);
                 let e = comm.peer_device_id(0).unwrap_err();
                 let text = e.to_string();
                 assert!(matches!(e, Error::Stopped { .. }), "{text}");
@@ -65,9 +76,18 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
             }
         }
         assert!(comm.control_stopped().unwrap().contains("neuronGetPeerDeviceId"));
-        let again = comm.query_info().unwrap_err().to_string();
-        assert!(again.contains("already stopped"), "{again}");
-        assert_eq!(comm.runtime().tenant().counters.traps(), 1);
+        let e = comm.query_info().unwrap_err();
+        assert!(matches!(e, Error::Supervised { .. }), "{e}");
+        assert!(e.to_string().contains("it is quarantined: it stopped 3 times in 600s, the last time because"), "{e}");
+        assert!(e.to_string().contains("data in flight goes on"), "{e}");
+        let tenant = comm.runtime().tenant();
+        assert_eq!(tenant.counters.traps(), 3);
+        let standing = tenant.supervisor.standing();
+        assert_eq!((standing.len(), standing[0].restarts, standing[0].quarantined), (1, 2, true));
+        // Nor is another communicator made of it.
+        let id = comm.runtime().unique_id(1).unwrap();
+        let e = comm.runtime().init_comm(CommOptions::with_id(id, 0, 1)).unwrap_err().to_string();
+        assert!(e.contains("instantiate of plugin") && e.contains("quarantined"), "{e}");
     });
 }
 
@@ -91,9 +111,6 @@ fn a_second_build_takes_over_a_running_communicator() {
         }
         let after = comm.query_info().unwrap();
         assert_eq!(after.cluster_id, before.cluster_id);
-        let orders = |i: &host_runtime::bindings::exports::neuron::nccom::collectives::CommInfo| -> Vec<Vec<i32>> {
-            i.rings.iter().map(|r| r.user_ranks.clone()).collect()
-        };
         assert_eq!(orders(&after), orders(&before));
         comm.ring_connector(0, true).unwrap();
         // A plugin that does not pass the gate leaves the running one alone.

@@ -111,7 +111,7 @@ pub(crate) fn load(tenant: &Arc<Tenant>, path: &Path, without: &[String]) -> Res
     let library = Library::link(&name, &bytes, Kind::Transport, without).map_err(named)?;
     let abort = AbortToken::new().map_err(|e| named(format!("its abort event could not be made: {e}")))?;
     let state = HostState::new(tenant.clone(), Some(library.clone()), abort, None);
-    let instance = Instance::new(&library, state).map_err(named)?;
+    let instance = Instance::renewable(&library, state).map_err(named)?;
     resolve(library, instance)
 }
 
@@ -162,6 +162,8 @@ impl Loaded {
         abort: &AbortToken,
         core: Option<i32>,
     ) -> Result<Arc<Instance>, Error> {
+        let refused = |refusal| self.instance.supervised("instantiate", refusal);
+        tenant.supervisor.admit(&self.library, &tenant.limits).map_err(refused)?;
         let state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
         Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
             entry: "instantiate",

@@ -205,6 +205,7 @@ impl Communicator {
         if self.plane.linked_by_rings() {
             self.plane.agree_on_direct()?;
         }
+        self.plane.keep_checkpoint();
         Ok(())
     }
 
@@ -314,7 +315,9 @@ impl Communicator {
     /// Streams of a communicator.
     pub const STREAMS: usize = LANES - 1;
 
-    /// What stopped the control plane, if anything did. The data plane goes on without it.
+    /// What stopped the control plane, if anything did and it has not been started again: the next call of it does that, with
+    /// the last plan and without the bootstrap's connections, as often as the tenant's limits allow. The data plane goes on
+    /// without it.
     pub fn control_stopped(&self) -> Option<String> {
         self.plane.control().0.stopped()
     }

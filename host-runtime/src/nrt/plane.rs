@@ -20,6 +20,7 @@ use crate::error::Error;
 use crate::forward::Forward;
 use crate::hw::objects::{CommCore, CommunicatorObject};
 use crate::plugin::{Instance, bounded};
+use crate::swap::Checkpoint;
 use crate::tenant::lock;
 
 #[derive(Debug)]
@@ -28,6 +29,8 @@ pub(crate) struct Plane {
     pub(super) core: Arc<CommCore>,
     /// The instance, and its handle of the communicator.
     control: RwLock<(Arc<Instance>, u32)>,
+    /// What the plugin last said of its plan, for an instance in the place of one that stopped.
+    checkpoint: Mutex<Option<Checkpoint>>,
     /// Every pair is connected.
     expanded: Mutex<bool>,
     /// Whether all ranks can read one another's private memory; agreed once, when every pair is linked.
@@ -42,6 +45,7 @@ impl Plane {
             runtime,
             core,
             control: RwLock::new((instance, handle)),
+            checkpoint: Mutex::default(),
             expanded: Mutex::new(false),
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
@@ -63,10 +67,36 @@ impl Plane {
         if hw_bridge::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
-        let (instance, handle) = self.control();
+        let (instance, handle) = self.serving()?;
         let answer = f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle));
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
         answer
+    }
+
+    /// The instance to call. One that has stopped is replaced by a new one with the plan of the last checkpoint, as often as the
+    /// tenant's limits allow; without a checkpoint it stays, and answers what stopped it. Bootstrap connections ended with the
+    /// old one.
+    fn serving(&self) -> Result<(Arc<Instance>, u32), Error> {
+        let (instance, handle) = self.control();
+        if instance.stopped().is_none() {
+            return Ok((instance, handle));
+        }
+        // One at a time: who waited finds the new one.
+        let checkpoint = lock(&self.checkpoint);
+        let (instance, handle) = self.control();
+        let Some(checkpoint) = checkpoint.as_ref().filter(|_| instance.stopped().is_some()) else {
+            return Ok((instance, handle));
+        };
+        let made = checkpoint.restore(&instance, &self.core)?;
+        self.set_control(made.0.clone(), made.1);
+        Ok(made)
+    }
+
+    /// Keeps the plan that the plugin has now, if it hands it out.
+    pub(super) fn keep_checkpoint(&self) {
+        let mut kept = lock(&self.checkpoint);
+        let (instance, handle) = self.control();
+        *kept = Checkpoint::take(&instance, handle);
     }
 
     /// Leaves the flight records of the first failure that broke the communicator where the user wants them.
@@ -107,6 +137,7 @@ impl Plane {
             _ => e,
         })?;
         *expanded = true;
+        self.keep_checkpoint();
         Ok(())
     }
 

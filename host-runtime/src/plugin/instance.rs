@@ -11,6 +11,7 @@ use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 
 use super::engine::Ticking;
+use super::supervisor::Refusal;
 use super::{HostState, Library};
 use crate::error::Error;
 use crate::limits::GUEST_STACK;
@@ -46,6 +47,8 @@ pub struct Instance {
     busy: Mutex<bool>,
     idle: Condvar,
     inner: Mutex<Inner>,
+    /// Made anew when it is called after it stopped: it keeps nothing from one call to the next.
+    renewable: bool,
 }
 
 struct Inner {
@@ -77,8 +80,43 @@ impl Drop for Entered<'_> {
 impl Instance {
     /// Instantiates `library` in a store with `state`. A start function that traps is the error's sentence.
     pub(crate) fn new(library: &Arc<Library>, state: HostState) -> Result<Arc<Instance>, String> {
-        let engine = super::engine::engine()?;
+        Instance::make(library, state, false)
+    }
+
+    /// The same, for calls that need nothing of one another: after a stop the next call runs in a new store, as often as the
+    /// tenant's limits allow.
+    pub(crate) fn renewable(library: &Arc<Library>, state: HostState) -> Result<Arc<Instance>, String> {
+        Instance::make(library, state, true)
+    }
+
+    fn make(library: &Arc<Library>, state: HostState, renewable: bool) -> Result<Arc<Instance>, String> {
         let tenant = state.tenant.clone();
+        let (store, instance) = Instance::store(library, state)?;
+        Ok(Instance::of(library, &tenant, store, instance, renewable))
+    }
+
+    fn of(
+        library: &Arc<Library>,
+        tenant: &Arc<Tenant>,
+        store: Store<HostState>,
+        instance: wasmtime::component::Instance,
+        renewable: bool,
+    ) -> Arc<Instance> {
+        Arc::new(Instance {
+            library: library.clone(),
+            tenant: tenant.clone(),
+            busy: Mutex::new(false),
+            idle: Condvar::new(),
+            inner: Mutex::new(Inner { store, instance, stopped: None }),
+            renewable,
+        })
+    }
+
+    fn store(
+        library: &Arc<Library>,
+        state: HostState,
+    ) -> Result<(Store<HostState>, wasmtime::component::Instance), String> {
+        let engine = super::engine::engine()?;
         let mut store = state.into_store(engine);
         store.data_mut().begin_call(None);
         let ticking = Ticking::start();
@@ -86,16 +124,41 @@ impl Instance {
         drop(ticking);
         let instance = made.map_err(|e| {
             let (_, limit) = store.data_mut().take_causes();
-            limit.unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())))
+            let cause = limit
+                .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
+            let tenant = &store.data().tenant;
+            tenant.counters.trapped();
+            tenant.supervisor.stopped(library, &tenant.limits, &cause, Instant::now());
+            cause
         })?;
         store.data_mut().live = true;
-        Ok(Arc::new(Instance {
-            library: library.clone(),
-            tenant,
-            busy: Mutex::new(false),
-            idle: Condvar::new(),
-            inner: Mutex::new(Inner { store, instance, stopped: None }),
-        }))
+        Ok((store, instance))
+    }
+
+    /// A new store in the place of one with `old`, which has stopped, as often as the tenant's limits allow.
+    fn store_again(
+        &self,
+        old: &HostState,
+        entry: &'static str,
+    ) -> Result<(Store<HostState>, wasmtime::component::Instance), Error> {
+        let (library, tenant) = (&self.library, &self.tenant);
+        let refused = |refusal| self.supervised(entry, refusal);
+        tenant.supervisor.admit_again(library, &tenant.limits, Instant::now()).map_err(refused)?;
+        let state = HostState::new(tenant.clone(), Some(library.clone()), old.abort.clone(), old.core);
+        let made = Instance::store(library, state).map_err(|cause| self.stop_error(entry, cause, Vec::new()))?;
+        tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
+        Ok(made)
+    }
+
+    /// An instance of the same library in the place of this one, which has stopped.
+    pub(crate) fn successor(&self, entry: &'static str) -> Result<Arc<Instance>, Error> {
+        let (store, instance) = self.peek(|old| self.store_again(old, entry))?;
+        Ok(Instance::of(&self.library, &self.tenant, store, instance, false))
+    }
+
+    pub(crate) fn supervised(&self, entry: &'static str, refusal: Refusal) -> Error {
+        let (plugin, tenant) = (self.library.name.clone(), self.tenant.name.clone());
+        Error::Supervised { entry, plugin, tenant, refusal }
     }
 
     /// The library it runs.
@@ -104,6 +167,11 @@ impl Instance {
     }
 
     /// The tenant it belongs to.
+    pub(crate) fn tenant(&self) -> &Arc<Tenant> {
+        &self.tenant
+    }
+
+    /// The name of the tenant it belongs to.
     pub fn tenant_name(&self) -> &str {
         &self.tenant.name
     }
@@ -144,7 +212,7 @@ impl Instance {
         Ok(Entered(self, Ticking::start()))
     }
 
-    fn stop_error(&self, entry: &'static str, cause: String, causes: Vec<String>) -> Error {
+    pub(crate) fn stop_error(&self, entry: &'static str, cause: String, causes: Vec<String>) -> Error {
         Error::Stopped { entry, plugin: self.library.name.clone(), tenant: self.tenant.name.clone(), cause, causes }
     }
 
@@ -176,6 +244,10 @@ impl Instance {
         let until = UNTIL.take();
         let _entered = self.enter(entry, until)?;
         let mut inner = lock(&self.inner);
+        if inner.stopped.is_some() && self.renewable {
+            let (store, instance) = self.store_again(inner.store.data(), entry)?;
+            *inner = Inner { store, instance, stopped: None };
+        }
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
             return Err(self.stop_error(entry, format!("it had already stopped: {cause}"), Vec::new()));
@@ -200,6 +272,11 @@ impl Instance {
                 let cause = limit.unwrap_or_else(|| cause_of(&e, store.data()));
                 self.tenant.counters.trapped();
                 tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
+                // A guest that its own user's abort ended has done nothing wrong.
+                if !store.data().abort.aborted() {
+                    let said = format!("{cause} (in {entry})");
+                    self.tenant.supervisor.stopped(&self.library, &self.tenant.limits, &said, Instant::now());
+                }
                 *stopped = Some(format!("{cause} (in {entry})"));
                 store.data_mut().release();
                 Err(self.stop_error(entry, cause, causes))

@@ -8,6 +8,7 @@ pub mod check;
 pub mod engine;
 mod instance;
 pub mod state;
+pub mod supervisor;
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};

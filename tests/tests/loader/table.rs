@@ -528,9 +528,7 @@ fn stopped(entry: &str, cause: &str) -> String {
 }
 
 fn stop_sentence(entry: &str, cause: &str) -> String {
-    format!(
-        "plugin plugin.wasm stopped in {entry} on tenant default: {cause}; this instance serves no more calls, data in flight goes on"
-    )
+    format!("plugin plugin.wasm stopped in {entry} on tenant default: {cause}; data in flight goes on")
 }
 
 /// A probe that clears the hash from 48 bytes of room on and writes the id from `room` on.

@@ -1,0 +1,210 @@
+//! When a plugin that stopped may run again: after a pause that doubles, within a budget, then never.
+//!
+//! A stop is a trap, a passed deadline or a broken limit of any instance of the plugin. One that stops more often than
+//! [`Limits::restarts`](crate::limits::Limits) in its window is quarantined for the life of the tenant runtime: no further
+//! instance of it is made, instances that run go on. An operator replaces it ([`crate::swap`]).
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use super::Library;
+use crate::limits::{Limits, MAX_RESTART_PAUSE};
+use crate::tenant::lock;
+
+/// How often each plugin of one tenant stopped, by the digest of its file.
+#[derive(Debug, Default)]
+pub struct Supervisor(Mutex<HashMap<String, Record>>);
+
+#[derive(Debug, Default)]
+struct Record {
+    name: String,
+    /// The stops of the last window, the oldest first.
+    stops: VecDeque<Instant>,
+    last: String,
+    restarts: u64,
+    quarantined: bool,
+}
+
+/// Why an instance is not made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Refusal {
+    /// It stopped too often.
+    Quarantined {
+        /// Stops in the window.
+        stops: usize,
+        /// The window.
+        window: Duration,
+        /// What stopped it last.
+        last: String,
+    },
+    /// It stopped a moment ago.
+    Pausing {
+        /// How much longer.
+        left: Duration,
+        /// What stopped it.
+        last: String,
+    },
+}
+
+/// A plugin's standing, for metrics and messages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Standing {
+    /// SHA-256 of its file, in hex.
+    pub digest: String,
+    /// File name.
+    pub name: String,
+    /// Instances that were made in the place of one that had stopped.
+    pub restarts: u64,
+    /// Whether no further instance of it is made.
+    pub quarantined: bool,
+    /// What stopped it last.
+    pub last: String,
+}
+
+impl Supervisor {
+    /// Notes that an instance of `library` stopped.
+    pub(crate) fn stopped(&self, library: &Library, limits: &Limits, cause: &str, now: Instant) {
+        self.note(&library.digest, &library.name, limits, cause, now);
+    }
+
+    fn note(&self, digest: &str, name: &str, limits: &Limits, cause: &str, now: Instant) {
+        let mut all = lock(&self.0);
+        let record = all.entry(digest.to_string()).or_default();
+        record.name = name.to_string();
+        record.last = cause.to_string();
+        record.forget(limits, now);
+        record.stops.push_back(now);
+        if record.stops.len() > limits.restarts as usize && !record.quarantined {
+            record.quarantined = true;
+            let stops = record.stops.len();
+            tracing::error!(plugin = name, digest, stops, "plugin quarantined: {cause}");
+        }
+    }
+
+    /// Whether a further instance of `library` may be made.
+    pub(crate) fn admit(&self, library: &Library, limits: &Limits) -> Result<(), Refusal> {
+        match lock(&self.0).get(&library.digest) {
+            Some(record) => record.check(limits),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether an instance of `library` may be made in the place of one that stopped; counts it.
+    pub(crate) fn admit_again(&self, library: &Library, limits: &Limits, now: Instant) -> Result<(), Refusal> {
+        self.again(&library.digest, limits, now)
+    }
+
+    fn again(&self, digest: &str, limits: &Limits, now: Instant) -> Result<(), Refusal> {
+        let mut all = lock(&self.0);
+        let record = all.entry(digest.to_string()).or_default();
+        record.forget(limits, now);
+        record.check(limits)?;
+        if let Some(latest) = record.stops.back() {
+            let doubled = 1u32.checked_shl(record.stops.len() as u32 - 1).unwrap_or(u32::MAX);
+            let pause = limits.restart_pause.saturating_mul(doubled).min(MAX_RESTART_PAUSE);
+            let left = pause.saturating_sub(now.saturating_duration_since(*latest));
+            if !left.is_zero() {
+                return Err(Refusal::Pausing { left, last: record.last.clone() });
+            }
+        }
+        record.restarts += 1;
+        Ok(())
+    }
+
+    /// All plugins that ever stopped.
+    pub fn standing(&self) -> Vec<Standing> {
+        let all = lock(&self.0);
+        let mut standing: Vec<Standing> = all
+            .iter()
+            .map(|(digest, r)| Standing {
+                digest: digest.clone(),
+                name: r.name.clone(),
+                restarts: r.restarts,
+                quarantined: r.quarantined,
+                last: r.last.clone(),
+            })
+            .collect();
+        standing.sort_by(|a, b| a.digest.cmp(&b.digest));
+        standing
+    }
+}
+
+impl Record {
+    /// Forgets the stops before the window, but not those that led to a quarantine.
+    fn forget(&mut self, limits: &Limits, now: Instant) {
+        while !self.quarantined
+            && self.stops.front().is_some_and(|s| now.saturating_duration_since(*s) > limits.restart_window)
+        {
+            self.stops.pop_front();
+        }
+    }
+
+    fn check(&self, limits: &Limits) -> Result<(), Refusal> {
+        if !self.quarantined {
+            return Ok(());
+        }
+        let last = self.last.clone();
+        Err(Refusal::Quarantined { stops: self.stops.len(), window: limits.restart_window, last })
+    }
+}
+
+impl std::fmt::Display for Refusal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Refusal::Quarantined { stops, window, last } => write!(
+                f,
+                "it is quarantined: it stopped {stops} time{} in {window:?}, the last time because {last}; replace it \
+                 (`wccl swap start`), or open the runtime again with a plugin that works",
+                if *stops == 1 { "" } else { "s" }
+            ),
+            Refusal::Pausing { left, last } => {
+                write!(f, "it stopped a moment ago ({last}) and runs again in {left:?}; try again then")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: fn() -> Limits = || Limits {
+        restarts: 2,
+        restart_window: Duration::from_secs(60),
+        restart_pause: Duration::from_secs(1),
+        ..Limits::default()
+    };
+
+    #[test]
+    fn pauses_double_and_the_budget_ends_in_quarantine() {
+        let (s, limits, start) = (Supervisor::default(), LIMITS(), Instant::now());
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let stop = |seconds| s.note("d", "p.wasm", &limits, "a trap", at(seconds));
+        stop(0);
+        let e = s.again("d", &limits, at(0)).unwrap_err();
+        assert_eq!(e, Refusal::Pausing { left: Duration::from_secs(1), last: "a trap".into() });
+        s.again("d", &limits, at(1)).unwrap();
+        stop(2);
+        assert!(matches!(s.again("d", &limits, at(3)), Err(Refusal::Pausing { left, .. }) if left.as_secs() == 1));
+        s.again("d", &limits, at(4)).unwrap();
+        stop(5);
+        let e = s.again("d", &limits, at(1000)).unwrap_err().to_string();
+        assert!(e.contains("stopped 3 times in 60s, the last time because a trap"), "{e}");
+        // Other plugins of the tenant are not concerned.
+        s.again("other", &limits, at(5)).unwrap();
+        let standing = s.standing();
+        assert_eq!((standing[0].restarts, standing[0].quarantined, standing[0].name.as_str()), (2, true, "p.wasm"));
+    }
+
+    #[test]
+    fn stops_before_the_window_are_forgotten() {
+        let (s, limits, start) = (Supervisor::default(), LIMITS(), Instant::now());
+        for minute in 0..100 {
+            let now = start + Duration::from_secs(61 * minute);
+            s.note("d", "p.wasm", &limits, "a trap", now);
+            s.again("d", &limits, now + Duration::from_secs(1)).unwrap();
+        }
+        assert!(!s.standing()[0].quarantined);
+    }
+}
