@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 pub use slots::{EXEMPT, NAMES, ORIGINALS};
+/// A handle of a host object, as the wrappers take and answer it.
+pub use wasmtime::component::Resource;
 
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::VersionInfo;

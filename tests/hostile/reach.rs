@@ -1,0 +1,104 @@
+//! Files and addresses that a plugin was not given.
+
+use tests::zoo::{Plugin, REPLY, SCRATCH, TRANSPORT};
+
+use crate::zoo::{Animal, Group, animal, at_once, opened, said};
+
+fn refused(cause: &str) -> String {
+    format!("neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): {cause}")
+}
+
+/// Asks for the file that `name` names, though no such was given.
+fn file(what: &str, name: &'static str) -> Animal {
+    at_once(what, &refused(&format!("no file was granted under {name}")), move |p| {
+        let name = p.text(name);
+        format!("(call $files.read {name} (i32.const {REPLY}))")
+    })
+}
+
+fn address(what: &str, cause: &str, call: &'static str, store: &'static str) -> Animal {
+    at_once(what, &refused(cause), move |_| {
+        format!(
+            "{store} (call $sockets.{call} (i32.const {SCRATCH}) (i32.const 28) (i32.const 20) (i32.const {REPLY}))"
+        )
+    })
+}
+
+pub fn group() -> Group {
+    assert_eq!(SCRATCH, 4096);
+    let animals = vec![
+        file("a file by its absolute path", "/etc/passwd"),
+        file("a file by a path that climbs", "../../../../etc/passwd"),
+        file("a file that a variable names which is not its own", "HOME"),
+        file("a file with a name of nothing", ""),
+        file("a file that was not given", "NCCL_TOPO_FILE"),
+        at_once(
+            "writing a file that was given for reading",
+            &refused("no file was granted under NCCL_TOPO_FILE"),
+            |p| {
+                let name = p.text("NCCL_TOPO_FILE");
+                format!("(call $files.write {name} (i32.const {SCRATCH}) (i32.const 1) (i32.const {REPLY}))")
+            },
+        ),
+        animal(
+            "a file that was given, and is a link to one that was not",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file …/topology.xml, named by NCCL_TOPO_FILE, cannot be read: a path led outside of the filesystem",
+            |cage| {
+                let mut p = Plugin::lone_rank()?;
+                let name = p.text("NCCL_TOPO_FILE");
+                p.body(
+                    "neuron-get-unique-id",
+                    format!("(call $files.read {name} (i32.const {REPLY})) {}", crate::zoo::gives_up()),
+                );
+                let mut c = cage.config(&p)?;
+                let link = cage.put("x", b"")?.with_file_name("topology.xml");
+                std::os::unix::fs::symlink("/etc/passwd", &link)?;
+                c.vars.insert("NCCL_TOPO_FILE".into(), link.display().to_string());
+                said(opened(c)?.unique_id(1))
+            },
+        ),
+        animal(
+            "a file that was given, and is a device without an end",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file /dev/zero, named by NCCL_TOPO_FILE, cannot be read: invalid input parameter",
+            |cage| {
+                let mut p = Plugin::lone_rank()?;
+                let name = p.text("NCCL_TOPO_FILE");
+                p.body(
+                    "neuron-get-unique-id",
+                    format!("(call $files.read {name} (i32.const {REPLY})) {}", crate::zoo::gives_up()),
+                );
+                let mut c = cage.config(&p)?;
+                c.vars.insert("NCCL_TOPO_FILE".into(), "/dev/zero".into());
+                said(opened(c)?.unique_id(1))
+            },
+        ),
+        address(
+            "an address of another family",
+            "a socket address has family 1; AF_INET (2) and AF_INET6 (10) are supported",
+            "connect",
+            "(i32.store (i32.const 4096) (i32.const 1))",
+        ),
+        at_once("an address that is too short", &refused("a socket address has 28 bytes, the plugin gave 3"), |_| {
+            format!("(call $sockets.connect (i32.const {SCRATCH}) (i32.const 3) (i32.const 20) (i32.const {REPLY}))")
+        }),
+        address(
+            "an address of another machine to listen on",
+            "listening on 203.0.113.1:0 failed: …",
+            "listen",
+            "(i32.store (i32.const 4096) (i32.const 2)) (i32.store (i32.const 4100) (i32.const 0x017100cb))",
+        ),
+        animal(
+            "an interface that was not granted",
+            "Error opening libnccom.so, cannot use collective operations! plugin …/animal.wasm: it imports `wasi:cli/environment@0.2.0`; WASI is off for transports unless the tenant's policy grants the interface: build the plugin for wasm32-unknown-unknown",
+            |cage| {
+                let mut p = Plugin::transport()?;
+                p.wit.add("wasi", "package wasi:cli@0.2.0; interface environment { get-environment: func() -> list<tuple<string, string>>; }");
+                p.world = TRANSPORT.replace("include", "import wasi:cli/environment@0.2.0; include");
+                p.import("environment", "get-environment");
+                let runtime = host_runtime::nrt::Runtime::open(cage.config(&p)?)?;
+                Ok(runtime.load_error().ok_or_else(|| anyhow::anyhow!("it loaded"))?.sentinel)
+            },
+        ),
+    ];
+    Group { title: "What they must not reach", animals }
+}
