@@ -113,7 +113,7 @@ pub fn group() -> Group {
     ];
     animals.push(animal(
         "memory of another tenant, with the bytes that let its own ranks in",
-        "neuronInitComm of plugin animal.wasm failed on tenant hostile: …: …tenant…",
+        "neuronInitComm of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): no link from rank 1 to rank 0: the peer refused the link: the memory belongs to another tenant",
         |cage| {
             // The other tenant's plugin tells the bytes, as one with a leak would.
             let leak: RefCell<Vec<u8>> = RefCell::default();
