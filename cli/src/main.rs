@@ -4,7 +4,7 @@
 //!
 //! | room | owns |
 //! |---|---|
-//! | `demo`, `bench`, `peer`, `run`, `plugin`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `demo`, `bench`, `peer`, `run`, `plugin`, `tenant`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
 //! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
 //! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
@@ -31,6 +31,7 @@ mod reference;
 mod run;
 mod size;
 mod sweep;
+mod tenant;
 mod term;
 mod top;
 mod tune;
@@ -50,6 +51,7 @@ Examples:
   wccl run -r 4 --tag -- ./my-program ARGS   Start a program once per rank
   wccl plugin inspect target/plugins/nccom.wasm
   wccl plugin check my-plugin.wasm           Would this host load it, and if not why
+  wccl tenant check red.toml                 What a policy lets a tenant do
   wccl top                                   What the ranks on this machine are doing
   wccl info                                  The modelled server, the plugin, the limits
 
@@ -74,9 +76,12 @@ enum Command {
     Bench(Box<bench::Args>),
     /// Start a program once per rank, with the variables that such programs expect
     Run(run::Args),
-    /// Look into a plugin, or ask whether this host would load it
+    /// Look into a plugin, ask whether this host would load it, or sign it
     #[command(subcommand)]
     Plugin(plugin::Command),
+    /// What a policy lets a tenant do
+    #[command(subcommand)]
+    Tenant(tenant::Command),
     /// The modelled server, the default plugin, limits and granted variables
     Info(info::Args),
     /// What the ranks on this machine are doing right now
@@ -131,6 +136,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(a) => bench::start(&a, log),
         Command::Run(a) => run::start(&a),
         Command::Plugin(c) => plugin::start(&c),
+        Command::Tenant(c) => tenant::start(&c),
         Command::Info(a) => info::start(&a),
         Command::Top(a) => top::start(&a),
         Command::Worker(a) => worker::start(&a),

@@ -1,11 +1,16 @@
-//! `wccl plugin`: what a plugin file is, what it asks for and offers, and whether this host would load it.
+//! `wccl plugin`: what a plugin file is, what it asks for and offers, whether this host would load it; and its signature.
 
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use host_runtime::forward::{COLLECTIVES, NAMES, ORIGINALS};
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::plugin::check::{CALLBACKS, TRANSPORT, split_version};
+use host_runtime::plugin::signing::SecretKey;
 use host_runtime::plugin::{Kind, Library, cache, engine, read};
 use serde::Serialize;
 
@@ -29,6 +34,12 @@ Examples:
 Does what a runtime does when it opens: compiles, compares the imports, instantiates, asks the probe, looks the 37 entries up.
 Exit code: 0 if it loads, else 1.";
 
+const SIGN_EXAMPLES: &str = "\
+Examples:
+  wccl plugin keygen ~/keys/plugins          Prints the public key, for plugins.signers of a policy
+  wccl plugin sign --key ~/keys/plugins nccom.wasm
+                                             Writes nccom.wasm.sig beside it";
+
 /// Subcommands of `wccl plugin`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
@@ -46,6 +57,21 @@ pub enum Command {
     Check {
         /// A component
         file: PathBuf,
+    },
+    /// Sign a plugin for tenants whose policy names signers
+    #[command(after_help = SIGN_EXAMPLES)]
+    Sign {
+        /// A secret key that `keygen` has made
+        #[arg(long)]
+        key: PathBuf,
+        /// A plugin; its signature is written to FILE.sig
+        file: PathBuf,
+    },
+    /// Make a key to sign plugins with, and print its public half
+    #[command(after_help = SIGN_EXAMPLES)]
+    Keygen {
+        /// Where the secret key goes; it must not exist
+        key: PathBuf,
     },
 }
 
@@ -123,7 +149,7 @@ struct Report {
 /// Runs the subcommand.
 ///
 /// # Errors
-/// The file cannot be read, or the host itself cannot start.
+/// A file cannot be read or written, or the host itself cannot start.
 pub fn start(command: &Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Inspect { file, json } => {
@@ -141,6 +167,31 @@ pub fn start(command: &Command) -> anyhow::Result<ExitCode> {
             };
             term::print(&text)?;
             Ok(code)
+        }
+        Command::Sign { key, file } => {
+            let text = std::fs::read_to_string(key).with_context(|| format!("reading the key {}", key.display()))?;
+            let secret = SecretKey::parse(&text)
+                .map_err(|e| anyhow::anyhow!("{} is no key that `wccl plugin keygen` has made: {e}", key.display()))?;
+            let bytes = read(file).map_err(|e| anyhow::anyhow!("plugin {}: {e}", file.display()))?;
+            let mut to = file.clone().into_os_string();
+            to.push(".sig");
+            let to = PathBuf::from(to);
+            std::fs::write(&to, secret.sign(&bytes) + "\n").with_context(|| format!("writing {}", to.display()))?;
+            term::print(&format!("{} is signed by {}", file.display(), secret.public()))?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Keygen { key } => {
+            let secret = SecretKey::generate().context("asking the kernel for random numbers")?;
+            // One that exists is never lost, and a new one is never readable by others, not even for a moment.
+            let mut file = OpenOptions::new()
+                .write(true)
+                .create_new(true)
+                .mode(0o600)
+                .open(key)
+                .with_context(|| format!("making the key {}", key.display()))?;
+            writeln!(file, "{}", secret.text()).with_context(|| format!("writing the key {}", key.display()))?;
+            term::print(&secret.public())?;
+            Ok(ExitCode::SUCCESS)
         }
     }
 }

@@ -16,6 +16,7 @@
 //! | `links` | both ends of a link | `hw_bridge::links` |
 //! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
 //! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |
+//! | `policy` | a tenant's policy | `host_runtime::policy` |
 //! | `sizes` | the command line | `wccl` |
 //! | `results` | files of `bench --peer-results` | `wccl bench --plot` |
 
@@ -54,7 +55,7 @@ const fn target(name: &'static str, run: fn(&[u8]), changes: usize) -> Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 14] = [
+pub const TARGETS: [Target; 15] = [
     target("table", choice::table, 3000),
     target("schedule", choice::schedule, 3000),
     target("topology", guest::topology, 500),
@@ -67,6 +68,7 @@ pub const TARGETS: [Target; 14] = [
     target("links", peer::links, 300),
     target("groups", peer::groups, 300),
     target("environment", user::environment, 3000),
+    target("policy", user::policy, 5000),
     target("sizes", user::sizes, 5000),
     target("results", user::results, 2000),
 ];

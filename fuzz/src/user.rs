@@ -1,8 +1,10 @@
 //! What a user types, sets or keeps in files.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use host_runtime::nrt::RuntimeConfig;
+use host_runtime::policy::Policy;
 use hw_bridge::device::DeviceModel;
 
 use crate::{collective, plot, size};
@@ -11,7 +13,9 @@ use crate::{collective, plot, size};
 pub fn environment(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
     let vars: BTreeMap<&str, &str> = text.lines().filter_map(|l| l.split_once('=')).collect();
-    let look_up = |name: &str| vars.get(name).filter(|_| name != "WCCL_TUNE_FILE").map(|v| v.to_string());
+    let look_up = |name: &str| {
+        vars.get(name).filter(|_| !["WCCL_TUNE_FILE", "WCCL_POLICY"].contains(&name)).map(|v| v.to_string())
+    };
     match RuntimeConfig::from_vars(look_up) {
         Ok(config) => {
             if let Err(e) = DeviceModel::new(config.device) {
@@ -19,6 +23,22 @@ pub fn environment(data: &[u8]) {
             }
         }
         Err(e) => assert!(!e.to_string().is_empty()),
+    }
+}
+
+/// A policy: what is read is said, and its addresses are read back as they are printed.
+pub fn policy(data: &[u8]) {
+    match Policy::parse(Path::new("policy.toml"), &String::from_utf8_lossy(data)) {
+        Ok(p) => {
+            assert!(p.to_string().starts_with(&format!("tenant {}\n", p.tenant)) && p.tenant_id() > 0);
+            for reach in p.network.listen.iter().chain(&p.network.reach) {
+                assert_eq!(reach.to_string().parse(), Ok(*reach));
+            }
+            for reach in &p.network.listen {
+                assert!(p.network.may_listen(reach.net.addr(), reach.ports.1));
+            }
+        }
+        Err(e) => assert!(e.to_string().starts_with("the policy policy.toml, line "), "{e}"),
     }
 }
 

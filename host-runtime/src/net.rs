@@ -39,16 +39,13 @@ struct Bound {
 pub(crate) fn open(tenant: &Arc<Tenant>, path: Option<&Path>) {
     let state = match path {
         None => NetState::Absent("no net plugin is configured".into()),
-        Some(path) => {
-            let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-            match crate::plugin::read(path).and_then(|b| Library::link(&name, &b, Kind::Net, &[])) {
-                Ok(library) => {
-                    tracing::info!(plugin = %name, "dlopened libnccom-net.so");
-                    NetState::Open(Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() }))
-                }
-                Err(why) => NetState::Absent(format!("{}: {why}", path.display())),
+        Some(path) => match crate::plugin::load(tenant, path, Kind::Net, &[]) {
+            Ok(library) => {
+                tracing::info!(plugin = %library.name, "dlopened libnccom-net.so");
+                NetState::Open(Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() }))
             }
-        }
+            Err(why) => NetState::Absent(format!("{}: {why}", path.display())),
+        },
     };
     if let NetState::Absent(why) = &state {
         tracing::info!("no network between servers: {why}; install a net plugin if ranks run on more than one server");
@@ -78,7 +75,8 @@ impl NetLibrary {
             ));
         };
         let abort = AbortToken::new().map_err(|e| format!("the net plugin's abort event could not be made: {e}"))?;
-        let instance = Instance::new(&self.library, HostState::new(tenant.clone(), None, abort, None))?;
+        let instance =
+            Instance::new(&self.library, HostState::new(tenant.clone(), Some(self.library.clone()), abort, None))?;
         *bound = Some(Bound { instance, table });
         Ok(())
     }

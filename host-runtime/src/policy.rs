@@ -12,9 +12,11 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
-use ipnet::IpNet;
+use ed25519_dalek::VerifyingKey;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
+use sha2::{Digest, Sha256};
 use toml::Spanned;
 
 use crate::limits::{Limits, MAX_POLICY_BYTES};
@@ -53,7 +55,7 @@ pub struct Plugins {
     pub directory: PathBuf,
     /// Ed25519 public keys. With one or more, each plugin needs a signature by one of them, in `FILE.sig` beside it.
     #[serde(default)]
-    pub signers: Vec<Hex32>,
+    pub signers: Vec<Signer>,
     /// The files.
     #[serde(rename = "allow")]
     pub allowed: Vec<Allowed>,
@@ -92,10 +94,26 @@ pub struct Network {
 }
 
 impl Network {
-    /// Whether a plugin may listen on `ip` and `port`; port 0 asks for any, which the system then picks, so all ports of
-    /// the address must be granted.
+    /// Every address and port: without a policy.
+    pub fn any() -> Network {
+        let nets = [IpNet::from(Ipv4Net::default()), IpNet::from(Ipv6Net::default())];
+        let all = nets.map(|net| Reach { net, ports: ALL_PORTS }).to_vec();
+        Network { listen: all.clone(), reach: all }
+    }
+
+    /// First and last of the ports that may serve who asks to listen on `ip` and `port`: that port if it is granted; for port
+    /// 0 all that are. None if nothing is. All ports are [`ALL_PORTS`].
+    pub fn listening(&self, ip: IpAddr, port: u16) -> Vec<(u16, u16)> {
+        let on = self.listen.iter().filter(|r| r.net.contains(&ip.to_canonical()));
+        match port {
+            0 => on.map(|r| r.ports).collect(),
+            _ => on.filter(|r| r.holds(ip, port)).map(|_| (port, port)).take(1).collect(),
+        }
+    }
+
+    /// Whether a plugin may listen on `ip` and `port`, or with port 0 on some port.
     pub fn may_listen(&self, ip: IpAddr, port: u16) -> bool {
-        self.listen.iter().any(|r| r.holds(ip, port))
+        !self.listening(ip, port).is_empty()
     }
 
     /// Whether a plugin may connect to `ip` and `port`.
@@ -113,13 +131,25 @@ pub struct Reach {
     pub ports: (u16, u16),
 }
 
+/// What `*` means. The first of them asks the system for any.
+pub const ALL_PORTS: (u16, u16) = (0, u16::MAX);
+
 impl Reach {
     fn holds(&self, ip: IpAddr, port: u16) -> bool {
         // An IPv4 address that came in an IPv6 one is that IPv4 address, for whoever checks and for the system alike.
-        let ip = ip.to_canonical();
-        let ports = if port == 0 { self.ports == (0, u16::MAX) } else { (self.ports.0..=self.ports.1).contains(&port) };
-        self.net.contains(&ip) && ports
+        self.net.contains(&ip.to_canonical()) && (self.ports.0..=self.ports.1).contains(&port)
     }
+
+    /// Whether all of `other` is in it.
+    pub(crate) fn holds_all(&self, other: &Reach) -> bool {
+        self.net.contains(&other.net) && self.ports.0 <= other.ports.0 && other.ports.1 <= self.ports.1
+    }
+}
+
+/// Addresses as an operator writes them.
+pub(crate) fn listed<T: fmt::Display>(all: impl IntoIterator<Item = T>) -> String {
+    let all: Vec<String> = all.into_iter().map(|a| a.to_string()).collect();
+    if all.is_empty() { "nothing".into() } else { all.join(", ") }
 }
 
 impl FromStr for Reach {
@@ -133,6 +163,9 @@ impl FromStr for Reach {
         if ip.is_ipv6() != bare.is_some() {
             return Err(how.into());
         }
+        if ip.to_canonical() != ip {
+            return Err(format!("{ip} is the IPv4 address {}; write that", ip.to_canonical()));
+        }
         let whole = if ip.is_ipv6() { 128 } else { 32 };
         let bits = bits.map_or(Ok(whole), |b| b.parse::<u8>()).map_err(|_| how)?;
         let net = IpNet::new(ip, bits).map_err(|_| format!("/{bits} is more than the {whole} bits of {ip}"))?;
@@ -141,7 +174,7 @@ impl FromStr for Reach {
         }
         let port = |p: &str| p.parse::<u16>().ok().filter(|p| *p > 0).ok_or(how);
         let ports = match ports.split_once('-') {
-            _ if ports == "*" => (0, u16::MAX),
+            _ if ports == "*" => ALL_PORTS,
             Some((first, last)) => (port(first)?, port(last)?),
             None => (port(ports)?, port(ports)?),
         };
@@ -163,7 +196,7 @@ impl fmt::Display for Reach {
             write!(f, "/{}", self.net.prefix_len())?;
         }
         match self.ports {
-            (0, u16::MAX) => write!(f, ":*"),
+            ALL_PORTS => write!(f, ":*"),
             (a, b) if a == b => write!(f, ":{a}"),
             (a, b) => write!(f, ":{a}-{b}"),
         }
@@ -205,6 +238,10 @@ pub struct Span(pub Duration);
 /// 32 bytes in hexadecimal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hex32(pub [u8; 32]);
+
+/// An Ed25519 public key, 64 hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Signer(pub VerifyingKey);
 
 /// A name in a directory, nothing more.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -272,6 +309,14 @@ impl FromStr for Hex32 {
     }
 }
 
+impl FromStr for Signer {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Signer, String> {
+        let key = VerifyingKey::from_bytes(&s.parse::<Hex32>()?.0).ok().filter(|key| !key.is_weak());
+        key.map(Signer).ok_or_else(|| format!("`{s}` is no Ed25519 public key; `wccl plugin keygen` makes one"))
+    }
+}
+
 impl FromStr for FileName {
     type Err = String;
     fn from_str(s: &str) -> Result<FileName, String> {
@@ -293,7 +338,7 @@ macro_rules! from_text {
         }
     )*};
 }
-from_text!(Reach, Bytes, Rate, Span, Hex32, FileName);
+from_text!(Reach, Bytes, Rate, Span, Hex32, Signer, FileName);
 
 /// The file as it is written; what needs more than one value to check keeps its place.
 #[derive(Deserialize)]
@@ -338,6 +383,9 @@ struct WrittenLimits {
     objects: Option<usize>,
     tasks: Option<usize>,
     log_lines: Option<u32>,
+    restarts: Option<u32>,
+    restart_window: Option<Span>,
+    restart_pause: Option<Span>,
     state: Option<Bytes>,
 }
 
@@ -367,6 +415,13 @@ pub enum PolicyError {
 }
 
 impl Policy {
+    /// The tenant's number, made of its name, so that its ranks agree in whatever process they run. Never 0, which is the
+    /// tenant of a runtime without a policy.
+    pub fn tenant_id(&self) -> u64 {
+        let hash = Sha256::digest(self.tenant.as_bytes());
+        hash[..8].iter().fold(0, |n, b| n << 8 | u64::from(*b)).max(1)
+    }
+
     /// Reads a policy file.
     ///
     /// # Errors
@@ -454,6 +509,9 @@ impl Policy {
             objects: l.objects.unwrap_or(d.objects),
             tasks: l.tasks.unwrap_or(d.tasks),
             log_rate: l.log_lines.unwrap_or(d.log_rate),
+            restarts: l.restarts.unwrap_or(d.restarts),
+            restart_window: l.restart_window.map_or(d.restart_window, |s| s.0),
+            restart_pause: l.restart_pause.map_or(d.restart_pause, |s| s.0),
             state: size(l.state, d.state),
             ..d
         };
@@ -507,16 +565,13 @@ impl fmt::Display for Bytes {
 /// What the tenant may do, in plain words, a line each.
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let list = |all: Vec<String>| if all.is_empty() { "nothing".to_string() } else { all.join(", ") };
-        let reaches = |all: &[Reach]| list(all.iter().map(Reach::to_string).collect());
         writeln!(f, "tenant {}", self.tenant)?;
         for a in &self.plugins.allowed {
             let pin = if a.sha256.is_some() { "if its SHA-256 is the one in the policy" } else { "whatever is in it" };
             let signed = if self.plugins.signers.is_empty() { "" } else { ", and signed by one of the signers" };
             writeln!(f, "  may load {} from {}, {pin}{signed}", a.file.0, self.plugins.directory.display())?;
         }
-        let cores: Vec<String> = self.devices.cores.iter().map(i32::to_string).collect();
-        writeln!(f, "  may use logical cores: {}", list(cores))?;
+        writeln!(f, "  may use logical cores: {}", listed(&self.devices.cores))?;
         writeln!(
             f,
             "  may have {} of device memory on each, {} registered in all",
@@ -531,10 +586,15 @@ impl fmt::Display for Policy {
             l.sockets, l.log_rate
         )?;
         writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
-        writeln!(f, "  may listen on: {}", reaches(&self.network.listen))?;
-        writeln!(f, "  may connect to: {}", reaches(&self.network.reach))?;
-        writeln!(f, "  may read files named by: {}", list(self.files.iter().cloned().collect()))?;
-        writeln!(f, "  may import of WASI: {}", list(self.wasi.iter().cloned().collect()))?;
+        writeln!(
+            f,
+            "  a plugin that stops is started again {} times in {:?}, the first time after {:?}; then it is quarantined",
+            l.restarts, l.restart_window, l.restart_pause
+        )?;
+        writeln!(f, "  may listen on: {}", listed(&self.network.listen))?;
+        writeln!(f, "  may connect to: {}", listed(&self.network.reach))?;
+        writeln!(f, "  may read files named by: {}", listed(&self.files))?;
+        writeln!(f, "  may import of WASI: {}", listed(&self.wasi))?;
         let s = &self.share;
         let cap = s.bandwidth.map_or("no cap".into(), |r| format!("at most {}/s", Bytes(r.0)));
         writeln!(
@@ -555,7 +615,7 @@ tenant = "red"
 
 [plugins]
 directory = "/srv/red"
-signers = ["00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"]
+signers = ["d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"]
 [[plugins.allow]]
 file = "nccom.wasm"
 sha256 = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
@@ -615,7 +675,8 @@ bandwidth = "4 GiB/s"
         assert!(p.network.may_listen(ip("127.0.0.1"), 20_000) && p.network.may_listen(ip("127.0.0.1"), 32_000));
         assert!(!p.network.may_listen(ip("127.0.0.1"), 19_999) && !p.network.may_listen(ip("127.0.0.2"), 20_000));
         // Any port is asked for, some are granted.
-        assert!(!p.network.may_listen(ip("127.0.0.1"), 0));
+        assert_eq!(p.network.listening(ip("127.0.0.1"), 0), [(20_000, 32_000)]);
+        assert!(!p.network.may_listen(ip("127.0.0.2"), 0));
         assert!(p.network.may_reach(ip("::ffff:127.0.0.9"), 1) && !p.network.may_reach(ip("10.0.0.1"), 1));
         assert!(p.network.may_reach(ip("fd00::1"), 4791) && !p.network.may_reach(ip("fd00::1"), 4792));
     }
@@ -633,6 +694,8 @@ bandwidth = "4 GiB/s"
                 "line 25, key `network.listen`: the ports 32000-20000 are in the wrong order",
             ),
             ("127.0.0.0/8:*", "127.0.0.1/8:*", "line 26, key `network.reach`: 127.0.0.1/8 has bits set"),
+            ("127.0.0.0/8:*", "[::ffff:127.0.0.1]:*", "::ffff:127.0.0.1 is the IPv4 address 127.0.0.1; write that"),
+            ("\"d75a9801", "\"d75a9802", "line 6, key `plugins.signers`: `d75a9802"),
             (
                 "\"other.wasm\"",
                 "\"../other.wasm\"",

@@ -232,7 +232,7 @@ mod tests {
     fn state() -> HostState {
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
         let tenant =
-            Tenant::new("t".into(), 0, Limits::default(), Default::default(), device, BTreeMap::new(), 1 << 20)
+            Tenant::new("t".into(), 0, None, Limits::default(), Default::default(), device, BTreeMap::new(), 1 << 20)
                 .unwrap();
         HostState::new(tenant, None, AbortToken::new().unwrap(), None)
     }

@@ -3,11 +3,13 @@
 //! Everything a host function needs is here or in the store's own state; nothing is global but the engine.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Instant;
 
 use hw_bridge::device::{DeviceModel, IdMapSet};
-use hw_bridge::hbm::Hbm;
+use hw_bridge::hbm::{Hbm, HbmBuf, HbmError};
 use hw_bridge::links::LinkServer;
 
 use crate::abort::AbortToken;
@@ -18,6 +20,8 @@ use hw_bridge::semaphore::WaitMode;
 use crate::limits::Limits;
 use crate::net::NetLibrary;
 use crate::plugin::supervisor::Supervisor;
+use crate::plugin::throttle::Allowance;
+use crate::policy::{Policy, listed};
 
 /// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
 #[derive(Debug, Default)]
@@ -25,8 +29,10 @@ pub struct Counters {
     component_calls: AtomicU64,
     host_calls: AtomicU64,
     traps: AtomicU64,
+    throttled: AtomicU64,
     entries: AtomicU64,
     tasks: AtomicU64,
+    refused: Mutex<BTreeMap<&'static str, u64>>,
 }
 
 impl Counters {
@@ -43,12 +49,31 @@ impl Counters {
         self.traps.fetch_add(1, Ordering::Relaxed);
     }
 
+    pub(crate) fn throttled(&self) {
+        self.throttled.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Times that a plugin had used up its tenant's share of a core and slept.
+    pub fn throttles(&self) -> u64 {
+        self.throttled.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn entry(&self) {
         self.entries.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn task(&self) {
         self.tasks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a refusal by the policy's key, such as `network.listen`.
+    pub(crate) fn refused(&self, limit: &'static str) {
+        *lock(&self.refused).entry(limit).or_default() += 1;
+    }
+
+    /// Refusals so far, by the policy's key.
+    pub fn refusals(&self) -> BTreeMap<&'static str, u64> {
+        lock(&self.refused).clone()
     }
 
     /// Background tasks started.
@@ -84,6 +109,8 @@ pub struct Tenant {
     pub name: String,
     /// Its number; links between different ones are refused.
     pub id: u64,
+    /// What an operator lets it do; without, it may do whatever this process may.
+    pub policy: Option<Arc<Policy>>,
     /// What its plugins may use.
     pub limits: Limits,
     /// What its waiting ranks do with their cores.
@@ -96,6 +123,8 @@ pub struct Tenant {
     pub counters: Arc<Counters>,
     /// How often its plugins stopped, and which may run again.
     pub supervisor: Supervisor,
+    /// Guest time; unlimited without a policy.
+    pub(crate) cpu: Option<Allowance>,
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
     pub(crate) tasks: Mutex<Tasks>,
@@ -142,6 +171,7 @@ impl Tenant {
     pub(crate) fn new(
         name: String,
         id: u64,
+        policy: Option<Arc<Policy>>,
         limits: Limits,
         wait: WaitMode,
         device: Arc<DeviceModel>,
@@ -154,6 +184,8 @@ impl Tenant {
         Ok(Arc::new(Tenant {
             name,
             id,
+            cpu: policy.as_ref().map(|p| Allowance::new(p.share.control_cpu, Instant::now())),
+            policy,
             limits,
             wait,
             device: device.clone(),
@@ -170,6 +202,36 @@ impl Tenant {
             comms: Mutex::default(),
             next_comm: AtomicU64::new(1),
         }))
+    }
+
+    /// Counts a refusal and says it: who was refused what, and what is granted under which key of the policy.
+    pub(crate) fn refuse(&self, limit: &'static str, asked: &str, grants: impl Display) -> String {
+        self.counters.refused(limit);
+        format!("tenant {} {asked}; {limit} grants {grants}", self.name)
+    }
+
+    /// Refuses a logical core that the policy does not grant.
+    pub(crate) fn may_use_core(&self, core: i32) -> Result<(), Error> {
+        match &self.policy {
+            Some(p) if !p.devices.cores.contains(&core) => {
+                let asked = format!("asked for logical core {core}");
+                Err(Error::Limit(self.refuse("devices.cores", &asked, listed(&p.devices.cores))))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The error of an allocation of `bytes` that found no room, as the policy's refusal if there is one.
+    pub(crate) fn may_allocate(&self, bytes: u64, found: Result<HbmBuf, HbmError>) -> Result<HbmBuf, Error> {
+        let over = bytes > self.hbm_bytes || matches!(found, Err(HbmError::Full { .. }));
+        match &self.policy {
+            Some(p) if over => {
+                let used = found.err().map_or(String::new(), |e| format!(": {e}"));
+                let asked = format!("asked for {bytes} bytes of device memory");
+                Err(Error::Limit(self.refuse("devices.hbm", &asked, p.devices.hbm) + &used))
+            }
+            _ => Ok(found?),
+        }
     }
 
     /// Device memory of a logical core; made when first asked for, freed with its last user.
@@ -192,7 +254,7 @@ impl Tenant {
         comms.retain(|_, c| c.strong_count() > 0);
         if comms.len() >= self.limits.communicators {
             let most = self.limits.communicators;
-            return Err(format!("tenant {} already has {most} communicators; free some or raise the limit", self.name));
+            return Err(self.refuse("limits.communicators", "asked for one more communicator", most));
         }
         let id = self.next_comm.fetch_add(1, Ordering::Relaxed);
         let comm = make(id)?;

@@ -107,10 +107,8 @@ fn opening(reason: &str) -> LoadError {
 
 /// Loads a library: import check, probe, 89, the other 36 by name, all or nothing. Touches no table.
 pub(crate) fn load(tenant: &Arc<Tenant>, path: &Path, without: &[String]) -> Result<Loaded, LoadError> {
-    let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
     let named = |reason: String| opening(&format!("plugin {}: {reason}", path.display()));
-    let bytes = crate::plugin::read(path).map_err(named)?;
-    let library = Library::link(&name, &bytes, Kind::Transport, without).map_err(named)?;
+    let library = crate::plugin::load(tenant, path, Kind::Transport, without).map_err(named)?;
     let abort = AbortToken::new().map_err(|e| named(format!("its abort event could not be made: {e}")))?;
     let state = HostState::new(tenant.clone(), Some(library.clone()), abort, None);
     let instance = Instance::renewable(&library, state).map_err(named)?;

@@ -8,8 +8,10 @@ pub(crate) mod rendezvous;
 pub(crate) mod sockets;
 pub(crate) mod system;
 
+pub(crate) use system::FILES;
 pub use system::{GRANTED, READABLE};
 mod tasks;
+pub(crate) mod wasi;
 
 use wasmtime::component::{HasSelf, Linker, Resource};
 

@@ -6,6 +6,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,6 +17,7 @@ use super::{Answer, Trap};
 use crate::bindings::neuron::hw::sockets::{Host, Netif};
 use crate::limits::{ADDRESS_BYTES, byte_list};
 use crate::plugin::HostState;
+use crate::policy::{ALL_PORTS, listed};
 use crate::status::Status;
 
 const AF_INET: u16 = 2;
@@ -66,7 +68,7 @@ pub(crate) fn decode(b: &[u8]) -> Result<SocketAddr, String> {
     }
 }
 
-enum Wait {
+pub(crate) enum Wait {
     Ready,
     Late,
     /// Aborted, or begun after the deadline of the operation.
@@ -96,7 +98,7 @@ impl HostState {
     }
 
     /// Sleeps for a pause, unless aborted or late.
-    fn pause(&self, pause: Duration, deadline: Instant) -> Wait {
+    pub(crate) fn pause(&self, pause: Duration, deadline: Instant) -> Wait {
         if self.overdue() {
             return Wait::Ended;
         }
@@ -146,7 +148,7 @@ impl HostState {
     fn socket_quota(&mut self) -> Answer<()> {
         let most = self.tenant.limits.sockets;
         if self.sockets >= most {
-            return Err(self.fail(Status::RESOURCE, format!("the instance already holds {most} sockets")));
+            return Err(self.refuse(Status::RESOURCE, "limits.connections", "asked for one more socket", most));
         }
         Ok(())
     }
@@ -173,11 +175,16 @@ impl HostState {
     fn do_listen(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ListenerObject>> {
         self.socket_quota()?;
         let addr = self.address(address)?;
+        let ports = self.grant.network.listening(addr.ip(), addr.port());
+        if ports.is_empty() {
+            let grants = listed(&self.grant.network.listen);
+            return Err(self.refuse(Status::INVALID, "network.listen", &format!("asked to listen on {addr}"), grants));
+        }
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let listener = loop {
             // std sets SO_REUSEADDR, so a port in TIME_WAIT is no obstacle; one that is in use is waited for.
-            match TcpListener::bind(addr) {
+            match bind(addr, &ports) {
                 Ok(l) => break l,
                 Err(e) if e.kind() == ErrorKind::AddrInUse => match self.pause(pause, until) {
                     Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
@@ -258,6 +265,10 @@ impl HostState {
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
         self.socket_quota()?;
         let addr = self.address(address)?;
+        if !self.grant.network.may_reach(addr.ip(), addr.port()) {
+            let grants = listed(&self.grant.network.reach);
+            return Err(self.refuse(Status::INVALID, "network.reach", &format!("asked to connect to {addr}"), grants));
+        }
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let mut told = false;
@@ -379,6 +390,29 @@ impl HostState {
     }
 }
 
+/// Listens on the address, with one of the ports where it says 0: the kernel's choice if all are granted, else the first free
+/// one from a place that differs from call to call, so that those who come together do not try the same ones.
+fn bind(mut addr: SocketAddr, ports: &[(u16, u16)]) -> std::io::Result<TcpListener> {
+    if addr.port() != 0 || ports.contains(&ALL_PORTS) {
+        return TcpListener::bind(addr);
+    }
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let begin = std::process::id().wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)).wrapping_mul(257);
+    let mut last = ErrorKind::AddrInUse.into();
+    for (first, end) in ports {
+        let n = u32::from(*end - *first) + 1;
+        for i in 0..n {
+            addr.set_port(first + (begin.wrapping_add(i) % n) as u16);
+            match TcpListener::bind(addr) {
+                Ok(l) => return Ok(l),
+                Err(e) if e.kind() == ErrorKind::AddrInUse => last = e,
+                Err(e) => return Err(e),
+            }
+        }
+    }
+    Err(last)
+}
+
 fn peer_name(stream: &TcpStream) -> String {
     stream.peer_addr().map_or_else(|_| "(gone)".into(), |a| a.to_string())
 }
@@ -389,13 +423,20 @@ fn limit(function: &str) -> u64 {
 
 impl Host for HostState {
     fn interfaces(&mut self) -> Trap<Vec<Netif>> {
-        Ok(interfaces())
+        // Those that it may not listen on are of no use to it.
+        let mut all = interfaces();
+        all.retain(|i| decode(&i.address).is_ok_and(|a| self.grant.network.may_listen(a.ip(), 0)));
+        Ok(all)
     }
 
     fn resolve(&mut self, host: String, port: u16, ms: u32) -> Trap<Answer<Vec<Vec<u8>>>> {
         if host.len() > 253 {
             let why = format!("a host name has at most 253 characters, this one has {}", host.len());
             return Ok(Err(self.fail(Status::INVALID, why)));
+        }
+        if self.grant.network.reach.is_empty() {
+            let asked = format!("asked to look up host name {host}");
+            return Ok(Err(self.refuse(Status::INVALID, "network.reach", &asked, "nothing")));
         }
         // A look-up that outlives its asker still holds a thread: only a few at once.
         let running = self.tenant.resolving.clone();
@@ -420,7 +461,16 @@ impl Host for HostState {
         }
         let wait = self.deadline(ms).saturating_duration_since(Instant::now());
         match rx.recv_timeout(wait) {
-            Ok(Ok(found)) => Ok(Ok(found.iter().map(encode).collect())),
+            Ok(Ok(found)) => {
+                let within: Vec<_> =
+                    found.iter().filter(|a| self.grant.network.may_reach(a.ip(), a.port())).map(encode).collect();
+                if within.is_empty() && !found.is_empty() {
+                    let asked = format!("asked for host name {host}, which is {}", listed(&found));
+                    let grants = listed(&self.grant.network.reach);
+                    return Ok(Err(self.refuse(Status::INVALID, "network.reach", &asked, grants)));
+                }
+                Ok(Ok(within))
+            }
             Ok(Err(e)) => Ok(self.socket_error(format!("looking up host name {host}"), &e)),
             Err(_) => Ok(self.late(ms, || format!("looking up host name {host} took longer than {ms} ms"))),
         }

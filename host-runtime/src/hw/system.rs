@@ -14,6 +14,7 @@ use super::{Answer, Trap};
 use crate::bindings::neuron::hw::{affinity, clock, config, files, identity, log, pci, random};
 use crate::limits::byte_list;
 use crate::plugin::HostState;
+use crate::policy::listed;
 use crate::status::Status;
 
 /// Words of a CPU mask.
@@ -35,7 +36,8 @@ pub const GRANTED: &[&str] = &[
 ];
 
 /// Variables whose value names a file the plugin may read or write.
-const FILES: &[(&str, bool)] = &[("NCCL_TOPO_FILE", false), ("NCCL_GRAPH_FILE", false), ("NCCL_TOPO_DUMP_FILE", true)];
+pub(crate) const FILES: &[(&str, bool)] =
+    &[("NCCL_TOPO_FILE", false), ("NCCL_GRAPH_FILE", false), ("NCCL_TOPO_DUMP_FILE", true)];
 
 /// Addresses of the machine's interfaces that are up: name, address, scope.
 pub(super) fn addresses() -> Vec<(String, IpAddr, u32)> {
@@ -154,6 +156,11 @@ impl HostState {
     /// The granted file that `variable` names, opened beneath its own directory, never by a path of the guest's.
     fn granted(&mut self, variable: &str, writing: bool) -> Answer<(Dir, std::ffi::OsString, String)> {
         let ok = FILES.iter().any(|(name, w)| *name == variable && *w == writing);
+        if ok && !self.grant.files.contains(variable) {
+            let asked = format!("asked to {} the file named by {variable}", if writing { "write" } else { "read" });
+            let grants = listed(&self.grant.files);
+            return Err(self.refuse(Status::INVALID, "files.read", &asked, grants));
+        }
         let value = ok.then(|| self.tenant.vars.get(variable).cloned()).flatten();
         let Some(value) = value else {
             return Err(self.fail(Status::INVALID, format!("no file was granted under {variable}")));

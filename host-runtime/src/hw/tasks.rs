@@ -63,12 +63,13 @@ impl HostState {
         let tenant = self.tenant.clone();
         let mut tasks = lock(&tenant.tasks);
         tasks.running.retain(|t| !t.thread.is_finished());
-        if tasks.closing || tasks.running.len() >= tenant.limits.tasks {
-            let most = tenant.limits.tasks;
-            return Err(self.fail(
-                Status::RESOURCE,
-                format!("tenant {} already runs {most} background tasks, or is closing", tenant.name),
-            ));
+        if tasks.closing {
+            let why = format!("tenant {} is closing and starts no background tasks", tenant.name);
+            return Err(self.fail(Status::RESOURCE, why));
+        }
+        if tasks.running.len() >= self.grant.tasks {
+            let most = self.grant.tasks;
+            return Err(self.refuse(Status::RESOURCE, "limits.tasks", "asked for one more background task", most));
         }
         let (owner, token) = (tenant.clone(), abort.clone());
         let body = move || {

@@ -146,6 +146,7 @@ impl Communicator {
             Some(d) => d,
             None => device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?,
         };
+        inner.tenant.may_use_core(dev.nec_dev_id)?;
         let instance = loaded.instantiate(&inner.tenant, &abort, Some(dev.nec_dev_id))?;
         let forward = &inner.forward;
         let made = match &o.rendezvous {
@@ -442,9 +443,10 @@ impl Communicator {
     /// Allocates `bytes` of this core's device memory, zeroed.
     ///
     /// # Errors
-    /// [`Error::Memory`].
+    /// [`Error::Memory`]; [`Error::Limit`] for more than the tenant's policy grants.
     pub fn tensor(&self, bytes: u64) -> Result<Tensor, Error> {
-        Ok(Tensor(self.core().endpoint.hbm().alloc(bytes)?))
+        let found = self.core().endpoint.hbm().alloc(bytes);
+        self.runtime().tenant().may_allocate(bytes, found).map(Tensor)
     }
 }
 

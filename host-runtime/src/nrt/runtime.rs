@@ -16,6 +16,7 @@ use crate::forward::{Forward, LoadError};
 use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
 use crate::net;
+use crate::policy::Policy as TenantPolicy;
 use crate::tenant::Tenant;
 
 /// How to open a runtime.
@@ -33,6 +34,9 @@ pub struct RuntimeConfig {
     pub tenant: String,
     /// Tenant number; memory is never linked between different ones.
     pub tenant_id: u64,
+    /// What an operator lets this tenant do. Its name, limits and device memory go before those here, and plugins are looked
+    /// up by name in its directory. Without one, plugins may do what this process may.
+    pub policy: Option<Arc<TenantPolicy>>,
     /// What plugins may use.
     pub limits: Limits,
     /// Device memory of a core, bytes of address space.
@@ -68,6 +72,7 @@ impl Default for RuntimeConfig {
             vars: BTreeMap::new(),
             tenant: "default".into(),
             tenant_id: 0,
+            policy: None,
             limits: Limits::default(),
             hbm_bytes: 12 << 30,
             wait: WaitMode::default(),
@@ -98,7 +103,7 @@ fn default_plugin() -> Option<PathBuf> {
 }
 
 impl RuntimeConfig {
-    /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
+    /// The configuration that the process environment describes: `WCCL_POLICY`, `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
     /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, the device variables, and the variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
@@ -123,6 +128,12 @@ impl RuntimeConfig {
             device: DeviceConfig::from_vars(var).map_err(|e| Error::Config(e.to_string()))?,
             ..RuntimeConfig::default()
         };
+        if let Some(path) = var("WCCL_POLICY") {
+            let policy =
+                TenantPolicy::read(Path::new(&path)).map_err(|e| Error::Config(format!("WCCL_POLICY: {e}")))?;
+            c.plugin = policy.plugins.allowed.first().map(|a| policy.plugins.directory.join(&a.file.0));
+            c.policy = Some(Arc::new(policy));
+        }
         if let Some(p) = var("WCCL_PLUGIN") {
             c.plugin = Some(p.into());
         }
@@ -211,17 +222,23 @@ impl Runtime {
     ///
     /// # Errors
     /// [`Error::Config`] for a device that cannot be, [`Error::Limit`] for a process that is out of resources.
-    pub fn open(config: RuntimeConfig) -> Result<Runtime, Error> {
+    pub fn open(mut config: RuntimeConfig) -> Result<Runtime, Error> {
         // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
         hw_bridge::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
-        // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
-        let wall = config.limits.wall.max(socket_timeout(&config) * 5);
-        let limits = Limits { wall, ..config.limits };
+        match &config.policy {
+            Some(p) => {
+                (config.tenant, config.tenant_id) = (p.tenant.clone(), p.tenant_id());
+                (config.limits, config.hbm_bytes) = (p.limits, p.devices.hbm.0);
+            }
+            // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
+            None => config.limits.wall = config.limits.wall.max(socket_timeout(&config) * 5),
+        }
         let tenant = Tenant::new(
             config.tenant.clone(),
             config.tenant_id,
-            limits,
+            config.policy.clone(),
+            config.limits,
             config.wait,
             device,
             config.vars.clone(),

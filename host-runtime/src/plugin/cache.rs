@@ -1,14 +1,18 @@
 //! Compiled components on disk: keyed by the plugin's content and the engine's settings, compiled once per machine.
 //!
 //! Precompiled code runs with the host's rights, so it is loaded only from a directory that belongs to this user and that
-//! nobody else can write, and only if the file's own digest matches. Anything odd is a miss, never an error.
+//! nobody else can write, from a file of which the same is true, and only if the file's digest of its key and code matches: an
+//! entry under another plugin's name is none. The directory is checked once it is open, and entries are opened beneath it.
+//! Anything odd is a miss, never an error.
 
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::DirBuilder;
 use std::io::{Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use cap_std::ambient_authority;
+use cap_std::fs::{Dir, File, Metadata, MetadataExt, OpenOptions, OpenOptionsExt};
 use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use wasmtime::Engine;
@@ -16,12 +20,12 @@ use wasmtime::component::Component;
 
 /// How long to wait for another process that compiles the same plugin; it may be stopped.
 const PATIENCE: Duration = Duration::from_secs(60);
-const MAGIC: &[u8; 8] = b"wcclcwm1";
+const MAGIC: &[u8; 8] = b"wcclcwm2";
 
 /// Where compiled components are kept: `$WCCL_CACHE_DIR`, else the user's cache directory; `None` if there is none or it
 /// is not ours alone.
-fn directory() -> Option<PathBuf> {
-    let dir = match std::env::var_os("WCCL_CACHE_DIR") {
+fn directory() -> Option<Dir> {
+    let path = match std::env::var_os("WCCL_CACHE_DIR") {
         Some(d) if d.is_empty() => return None,
         Some(d) => PathBuf::from(d),
         None => match std::env::var_os("XDG_CACHE_HOME").filter(|d| !d.is_empty()) {
@@ -29,16 +33,25 @@ fn directory() -> Option<PathBuf> {
             None => PathBuf::from(std::env::var_os("HOME")?).join(".cache").join("wccl"),
         },
     };
-    DirBuilder::new().recursive(true).mode(0o700).create(&dir).ok()?;
-    let meta = std::fs::symlink_metadata(&dir).ok()?;
-    let ours = meta.is_dir() && meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0;
-    if !ours {
-        tracing::warn!(dir = %dir.display(), "the compile cache is not used: the directory is not ours alone");
-    }
-    ours.then_some(dir)
+    open(&path)
 }
 
-fn hex(bytes: &[u8]) -> String {
+fn open(path: &Path) -> Option<Dir> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path).ok()?;
+    let dir = Dir::open_ambient_dir(path, ambient_authority()).ok()?;
+    if !ours(&dir.dir_metadata().ok()?) {
+        tracing::warn!(dir = %path.display(), "the compile cache is not used: the directory is not ours alone");
+        return None;
+    }
+    Some(dir)
+}
+
+/// Whether it belongs to this user, and nobody else may write it.
+fn ours(meta: &Metadata) -> bool {
+    meta.uid() == rustix::process::geteuid().as_raw() && meta.mode() & 0o022 == 0
+}
+
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
@@ -58,22 +71,31 @@ fn key(engine: &Engine, bytes: &[u8]) -> String {
 /// Compiles `bytes`, or takes the compiled form from the cache.
 pub fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
     let Some(dir) = directory() else { return Component::new(engine, bytes) };
-    let path = dir.join(format!("{}.cwasm", key(engine, bytes)));
-    if let Some(c) = load(engine, &path) {
+    let key = key(engine, bytes);
+    if let Some(c) = load(engine, &dir, &key) {
         return Ok(c);
     }
     // One compiles, the others wait and find it; without a lock (odd file system) both compile.
     let lock =
-        OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path.with_extension("lock"));
+        dir.open_with(format!("{key}.lock"), OpenOptions::new().create(true).truncate(false).write(true).mode(0o600));
     let locked = lock.as_ref().is_ok_and(|f| locked_within(f, PATIENCE));
-    if locked && let Some(c) = load(engine, &path) {
+    if locked && let Some(c) = load(engine, &dir, &key) {
         return Ok(c);
     }
     let component = Component::new(engine, bytes)?;
-    if let Err(e) = store(&component, &path) {
+    if let Err(e) = store(&component, &dir, &key) {
         tracing::debug!("the compiled plugin was not cached: {e}");
     }
     Ok(component)
+}
+
+fn entry(key: &str) -> String {
+    format!("{key}.cwasm")
+}
+
+/// What binds an entry's code to its key.
+fn digest(key: &str, code: &[u8]) -> [u8; 32] {
+    Sha256::new().chain_update(key).chain_update([0]).chain_update(code).finalize().into()
 }
 
 /// Takes the lock, waiting for whoever compiles; after `patience` it is done without.
@@ -90,31 +112,31 @@ fn locked_within(file: &File, patience: Duration) -> bool {
     }
 }
 
-fn store(component: &Component, path: &Path) -> std::io::Result<()> {
+fn store(component: &Component, dir: &Dir, key: &str) -> std::io::Result<()> {
     let code = component.serialize().map_err(std::io::Error::other)?;
-    let temp = path.with_extension(format!("tmp{}", std::process::id()));
-    let mut f = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(&temp)?;
+    let temp = format!("{key}.tmp{}", std::process::id());
+    let mut f = dir.open_with(&temp, OpenOptions::new().create(true).truncate(true).write(true).mode(0o600))?;
     f.write_all(MAGIC)?;
-    f.write_all(&Sha256::digest(&code))?;
+    f.write_all(&digest(key, &code))?;
     f.write_all(&code)?;
-    std::fs::rename(&temp, path)
+    dir.rename(&temp, dir, entry(key))
 }
 
-fn load(engine: &Engine, path: &Path) -> Option<Component> {
-    let mut f = File::open(path).ok()?;
-    let meta = f.metadata().ok()?;
-    if meta.uid() != rustix::process::geteuid().as_raw() || meta.mode() & 0o022 != 0 {
+fn load(engine: &Engine, dir: &Dir, key: &str) -> Option<Component> {
+    let mut f = dir.open(entry(key)).ok()?;
+    if !ours(&f.metadata().ok()?) {
+        tracing::warn!(key, "an entry of the compile cache that is not ours alone is ignored");
         return None;
     }
     let mut all = Vec::new();
     f.read_to_end(&mut all).ok()?;
     let code = all.get(40..)?;
-    if &all[..8] != MAGIC || all[8..40] != Sha256::digest(code)[..] {
-        tracing::warn!(file = %path.display(), "a damaged entry of the compile cache is ignored");
+    if &all[..8] != MAGIC || all[8..40] != digest(key, code) {
+        tracing::warn!(key, "a damaged entry of the compile cache is ignored");
         return None;
     }
     // SAFETY: the bytes come from a file in a directory that only this user can write (checked), were written by `store`
-    // of this program with this key, and are unchanged (digest checked); the engine checks its own version and settings.
+    // of this program with this key, and are unchanged (digest of key and code checked); the engine checks its own version and settings.
     match unsafe { Component::deserialize(engine, code) } {
         Ok(c) => Some(c),
         Err(e) => {
@@ -128,23 +150,44 @@ fn load(engine: &Engine, path: &Path) -> Option<Component> {
 mod tests {
     use super::*;
 
+    fn set_mode(path: &Path, mode: u32) {
+        std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+    }
+
     #[test]
-    fn a_stored_component_is_loaded_and_a_damaged_one_is_a_miss() {
+    fn a_stored_component_is_loaded_and_a_tampered_one_is_a_miss() {
         let engine = Engine::default();
-        let dir = std::env::temp_dir().join(format!("wccl-cache-test-{}", std::process::id()));
-        DirBuilder::new().recursive(true).mode(0o700).create(&dir).unwrap();
-        let path = dir.join("x.cwasm");
+        let at = std::env::temp_dir().join(format!("wccl-cache-test-{}", std::process::id()));
+        let dir = open(&at).unwrap();
         let empty_component = b"\0asm\x0d\0\x01\0";
         let c = Component::new(&engine, empty_component).unwrap();
-        store(&c, &path).unwrap();
-        assert!(load(&engine, &path).is_some());
-        let mut bytes = std::fs::read(&path).unwrap();
+        store(&c, &dir, "x").unwrap();
+        let (x, y) = (at.join("x.cwasm"), at.join("y.cwasm"));
+        assert!(load(&engine, &dir, "x").is_some());
+        // Whole, but another plugin's.
+        std::fs::copy(&x, &y).unwrap();
+        assert!(load(&engine, &dir, "y").is_none());
+        // One that somebody else may have written, or put there.
+        set_mode(&x, 0o620);
+        assert!(load(&engine, &dir, "x").is_none());
+        set_mode(&x, 0o600);
+        assert!(load(&engine, &dir, "x").is_some());
+        let outside = at.with_extension("outside");
+        std::fs::rename(&x, &outside).unwrap();
+        std::os::unix::fs::symlink(&outside, &x).unwrap();
+        assert!(load(&engine, &dir, "x").is_none());
+        std::fs::rename(&outside, &x).unwrap();
+        let mut bytes = std::fs::read(&x).unwrap();
         let last = bytes.len() - 1;
         bytes[last] ^= 1;
-        std::fs::write(&path, &bytes).unwrap();
-        assert!(load(&engine, &path).is_none());
-        std::fs::write(&path, b"short").unwrap();
-        assert!(load(&engine, &path).is_none());
-        std::fs::remove_dir_all(&dir).unwrap();
+        std::fs::write(&x, &bytes).unwrap();
+        assert!(load(&engine, &dir, "x").is_none());
+        std::fs::write(&x, b"short").unwrap();
+        assert!(load(&engine, &dir, "x").is_none());
+        for mode in [0o720, 0o702] {
+            set_mode(&at, mode);
+            assert!(open(&at).is_none());
+        }
+        std::fs::remove_dir_all(&at).unwrap();
     }
 }

@@ -4,6 +4,8 @@
 //! Version rule (stricter than the engine's, as ELF is): same major, wanted minor at most the served one; an import
 //! without a version satisfies nothing that is served with one (INV-02).
 
+use std::collections::BTreeSet;
+
 use wasmtime::Engine;
 use wasmtime::component::Component;
 use wasmtime::component::types::ComponentItem;
@@ -60,21 +62,15 @@ pub const NET: &[ServedInterface] = &[
     served("neuron:hw/log", HW, false),
 ];
 
-/// WASI interfaces a policy can grant. None of `wasi:sockets`: addresses are reached through `neuron:hw/sockets`, which checks
-/// them against the policy.
+/// WASI interfaces a policy can grant, of any 0.2 version up to the served one: those that cannot wait without bound. None of
+/// `wasi:sockets` and `wasi:filesystem`: addresses and files are reached through `neuron:hw`, which checks them against the
+/// policy. None of the streams: a plugin's words go to `neuron:hw/log`, which has a rate.
 pub const WASI: &[&str] = &[
     "wasi:cli/environment",
     "wasi:cli/exit",
-    "wasi:cli/stdin",
-    "wasi:cli/stdout",
-    "wasi:cli/stderr",
     "wasi:clocks/monotonic-clock",
     "wasi:clocks/wall-clock",
-    "wasi:filesystem/preopens",
-    "wasi:filesystem/types",
-    "wasi:io/error",
     "wasi:io/poll",
-    "wasi:io/streams",
     "wasi:random/insecure",
     "wasi:random/insecure-seed",
     "wasi:random/random",
@@ -121,9 +117,30 @@ pub fn split_version(import: &str) -> (&str, Option<Numbers>, Option<&str>) {
     (name, parsed, Some(version))
 }
 
-/// Compares all imports of `component` with what this host serves to that kind of plugin, less the callbacks in `without` (tests take single ones away,
-/// INV-08). The error is the sentence.
-pub fn imports(engine: &Engine, component: &Component, kind: Kind, without: &[String]) -> Result<(), String> {
+/// Why a plugin is not linked.
+#[derive(Debug)]
+pub(super) struct Denied {
+    /// The sentence.
+    pub why: String,
+    /// The key of the policy that would have to grant it.
+    pub limit: Option<&'static str>,
+}
+
+impl From<String> for Denied {
+    fn from(why: String) -> Denied {
+        Denied { why, limit: None }
+    }
+}
+
+/// Compares all imports of `component` with what this host serves to that kind of plugin, less the callbacks in `without`
+/// (tests take single ones away, INV-08) and with what is granted of WASI.
+pub(super) fn imports(
+    engine: &Engine,
+    component: &Component,
+    kind: Kind,
+    without: &[String],
+    wasi: &BTreeSet<String>,
+) -> Result<(), Denied> {
     let interfaces = if kind == Kind::Net { NET } else { TRANSPORT };
     for (import, item) in component.component_type().imports(engine) {
         let (name, version, text) = split_version(import);
@@ -131,8 +148,15 @@ pub fn imports(engine: &Engine, component: &Component, kind: Kind, without: &[St
         if kind == Kind::Net && import == NET_TYPES {
             continue;
         }
+        if name.starts_with("wasi:") {
+            let served = wasi.contains(name) && matches!(version, Some((0, 2, _)));
+            if served {
+                continue;
+            }
+            return Err(Denied { why: ungranted(import, name), limit: Some("wasi.grant") });
+        }
         let Some(found) = interfaces.iter().find(|s| s.name == name) else {
-            return Err(unknown(import, name, interfaces));
+            return Err(unknown(import, name, interfaces).into());
         };
         let (a, b, c) = found.version;
         let offers = format!("{name}@{a}.{b}.{c}");
@@ -141,20 +165,23 @@ pub fn imports(engine: &Engine, component: &Component, kind: Kind, without: &[St
                 return Err(format!(
                     "it imports `{name}` without a version; this host serves {offers}, and a function under another or no \
                      version does not count (INV-02): build the plugin against wit/ of this release"
-                ));
+                )
+                .into());
             }
             (Some((major, minor, _)), _) if major == a && minor <= b => {}
             _ => {
                 return Err(format!(
                     "it imports `{import}`; this host serves {offers} (same major, minor at most {b}): use a host that \
                      serves it, or a plugin built for {a}.{b}"
-                ));
+                )
+                .into());
             }
         }
         let ComponentItem::ComponentInstance(instance) = item.ty else {
             return Err(format!(
                 "it imports `{import}` as something that is not an interface: rebuild it against wit/"
-            ));
+            )
+            .into());
         };
         for (function, item) in instance.exports(engine) {
             if !matches!(item.ty, ComponentItem::ComponentFunc(_)) {
@@ -166,20 +193,30 @@ pub fn imports(engine: &Engine, component: &Component, kind: Kind, without: &[St
                 return Err(format!(
                     "it imports `{function}` of {import}, which this host does not serve; the reverse leg is all or \
                      nothing: one missing callback refuses the plugin before anything of it runs (INV-08)"
-                ));
+                )
+                .into());
             }
         }
     }
     Ok(())
 }
 
-fn unknown(import: &str, name: &str, interfaces: &[ServedInterface]) -> String {
-    if name.starts_with("wasi:") {
-        return format!(
+fn ungranted(import: &str, name: &str) -> String {
+    if WASI.contains(&name) {
+        format!(
             "it imports `{import}`; WASI is off for transports unless the tenant's policy grants the interface: build the \
              plugin for wasm32-unknown-unknown"
-        );
+        )
+    } else {
+        format!(
+            "it imports `{import}`, which no policy can grant; of WASI 0.2 this host has {}: build the plugin for \
+             wasm32-unknown-unknown",
+            WASI.join(", ")
+        )
     }
+}
+
+fn unknown(import: &str, name: &str, interfaces: &[ServedInterface]) -> String {
     let package = name.split('/').next().unwrap_or(name);
     let same: Vec<&str> = interfaces.iter().map(|s| s.name).filter(|n| n.starts_with(package)).collect();
     if same.is_empty() {

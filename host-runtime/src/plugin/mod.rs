@@ -6,9 +6,13 @@
 pub mod cache;
 pub mod check;
 pub mod engine;
+mod grant;
 mod instance;
+pub mod signing;
+mod source;
 pub mod state;
 pub mod supervisor;
+pub(crate) mod throttle;
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -16,11 +20,14 @@ use std::sync::{Arc, OnceLock};
 use wasmtime::component::types::ComponentItem;
 use wasmtime::component::{Component, ComponentExportIndex, InstancePre, Linker};
 
+use check::Denied;
+pub use grant::Grant;
 pub(crate) use instance::bounded;
 pub use instance::{Instance, Stop};
+pub use source::read;
 pub use state::HostState;
 
-use crate::limits::MAX_PLUGIN_BYTES;
+use crate::tenant::Tenant;
 
 /// A compiled plugin whose imports are served. Shared by all its instances.
 pub struct Library {
@@ -30,6 +37,8 @@ pub struct Library {
     pub digest: String,
     /// Bytes of the file.
     pub bytes: u64,
+    /// What its instances may do.
+    pub grant: Arc<Grant>,
     component: Component,
     pre: InstancePre<HostState>,
     /// The 37 entries, once the gate was passed. Indices are the component's own: they stand here so that an instance is
@@ -52,45 +61,52 @@ pub enum Kind {
     Net,
 }
 
-/// Reads a plugin file, within the size limit.
-pub fn read(path: &Path) -> Result<Vec<u8>, String> {
-    use std::os::unix::fs::OpenOptionsExt;
-    // Not blocking: a pipe must not hold the load up.
-    let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let file = std::fs::OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let file = file.map_err(|e| format!("it cannot be opened: {e}"))?;
-    let meta = file.metadata().map_err(|e| format!("it cannot be inspected: {e}"))?;
-    if !meta.is_file() {
-        return Err("it is not a regular file".into());
-    }
-    let len = meta.len();
-    if len > MAX_PLUGIN_BYTES {
-        return Err(format!("it has {len} bytes, more than the {MAX_PLUGIN_BYTES} a plugin may have"));
-    }
-    let mut bytes = Vec::new();
-    use std::io::Read;
-    file.take(MAX_PLUGIN_BYTES + 1).read_to_end(&mut bytes).map_err(|e| format!("it cannot be read: {e}"))?;
-    Ok(bytes)
+/// Reads, compiles and links the plugin that a tenant asks for, by the one way that there is. The error is a sentence without
+/// the plugin's name.
+pub(crate) fn load(tenant: &Tenant, path: &Path, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
+    let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
+    let bytes = source::read_for(tenant, path)?;
+    Library::link_within(&name, &bytes, kind, without, Grant::of(tenant)).map_err(|denied| match denied.limit {
+        Some(limit) if tenant.policy.is_some() => {
+            tenant.counters.refused(limit);
+            format!("{} (tenant {})", denied.why, tenant.name)
+        }
+        _ => denied.why,
+    })
 }
 
 impl Library {
     /// Compiles `bytes` (or takes the compiled form from the cache), compares its imports with what this host serves, and
-    /// links. `without` names callbacks this host does not serve. The error is a sentence without the plugin's name.
+    /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
+    /// without the plugin's name.
     pub fn link(name: &str, bytes: &[u8], kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
+        Library::link_within(name, bytes, kind, without, Grant::default()).map_err(|denied| denied.why)
+    }
+
+    fn link_within(
+        name: &str,
+        bytes: &[u8],
+        kind: Kind,
+        without: &[String],
+        most: Grant,
+    ) -> Result<Arc<Library>, Denied> {
         let engine = engine::engine()?;
         match bytes.get(..8) {
             Some([0, b'a', b's', b'm', 0x0d, 0, 1, 0]) => {}
             Some([0, b'a', b's', b'm', 1, 0, 0, 0]) => {
-                return Err("it is a core module, not a component: make a component of it (wit-component, or \
-                            `cargo xtask guests`)"
-                    .into());
+                let what = "it is a core module, not a component: make a component of it (wit-component, or \
+                            `cargo xtask guests`)";
+                return Err(what.to_string().into());
             }
-            _ => return Err("it is not a WebAssembly component".into()),
+            _ => return Err("it is not a WebAssembly component".to_string().into()),
         }
+        let grant = Arc::new(most.cut_to(bytes)?);
         let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
-        check::imports(engine, &component, kind, without)?;
+        check::imports(engine, &component, kind, without, &grant.wasi)?;
         let mut linker = Linker::new(engine);
-        crate::hw::add_to_linker(&mut linker).map_err(|e| format!("the host's own functions do not link: {e:#}"))?;
+        crate::hw::add_to_linker(&mut linker)
+            .and_then(|()| crate::hw::wasi::add_to_linker(&mut linker, &grant.wasi))
+            .map_err(|e| format!("the host's own functions do not link: {e:#}"))?;
         let pre = linker.instantiate_pre(&component).map_err(|e| {
             format!("an import has another type than this host serves: {e:#}; rebuild the plugin against wit/ of this release")
         })?;
@@ -99,6 +115,7 @@ impl Library {
             name: name.to_string(),
             digest,
             bytes: bytes.len() as u64,
+            grant,
             component,
             pre,
             slots: OnceLock::new(),
@@ -170,7 +187,6 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::error::Error;
     use crate::limits::Limits;
-    use crate::tenant::Tenant;
     use hw_bridge::device::{DeviceConfig, DeviceModel};
 
     const CALLS_BACK: &str = r#"(component
@@ -202,12 +218,14 @@ mod tests {
             name: "calls-back".into(),
             digest: String::new(),
             bytes: 0,
+            grant: Arc::default(),
             component,
             pre,
             slots: OnceLock::new(),
         });
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant = Tenant::new("t".into(), 0, limits, Default::default(), device, BTreeMap::new(), 1 << 20).unwrap();
+        let tenant =
+            Tenant::new("t".into(), 0, None, limits, Default::default(), device, BTreeMap::new(), 1 << 20).unwrap();
         let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
         (Instance::new(&library, state).unwrap(), tenant)
     }

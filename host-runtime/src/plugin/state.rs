@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use wasmtime::component::{Resource, ResourceTable};
 use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
+use wasmtime_wasi::WasiCtx;
 
 use crate::abort::AbortToken;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::rendezvous::Published;
 use crate::limits::MAX_CAUSES;
-use crate::plugin::Library;
+use crate::plugin::{Grant, Library};
 use crate::status::Status;
 use crate::tenant::Tenant;
 
@@ -22,6 +23,10 @@ pub struct HostState {
     pub(crate) table: ResourceTable,
     pub(crate) tenant: Arc<Tenant>,
     pub(crate) library: Option<Arc<Library>>,
+    /// What the plugin may do.
+    pub(crate) grant: Arc<Grant>,
+    /// Made when WASI is first called.
+    pub(crate) wasi: Option<Box<WasiCtx>>,
     pub(crate) abort: AbortToken,
     /// Logical core of the rank this instance serves; none for the library instance and tasks.
     pub(crate) core: Option<i32>,
@@ -41,6 +46,8 @@ pub struct HostState {
     until: Option<Instant>,
     entered: Instant,
     spent: Duration,
+    /// How long to sleep for what was used beyond the tenant's share of a core.
+    owed: Duration,
     log_window: (Instant, u32),
 }
 
@@ -57,10 +64,13 @@ impl HostState {
         abort: AbortToken,
         core: Option<i32>,
     ) -> Self {
+        let grant = library.as_ref().map_or_else(|| Arc::new(Grant::of(&tenant)), |l| l.grant.clone());
         HostState {
-            table: ResourceTable::new(),
+            table: handles(&tenant),
             tenant,
             library,
+            grant,
+            wasi: None,
             abort,
             core,
             published: Vec::new(),
@@ -75,6 +85,7 @@ impl HostState {
             until: None,
             entered: Instant::now(),
             spent: Duration::ZERO,
+            owed: Duration::ZERO,
             log_window: (Instant::now(), 0),
         }
     }
@@ -90,12 +101,14 @@ impl HostState {
                 CallHook::CallingWasm => {
                     let s = ctx.data_mut();
                     s.tenant.counters.entering();
+                    s.throttle();
                     s.entered = Instant::now();
                 }
                 CallHook::CallingHost => {
                     let s = ctx.data_mut();
                     s.tenant.counters.calling_host();
                     s.charge();
+                    s.throttle();
                     s.within_budget()?;
                 }
                 // Time inside a host function does not count as the guest's.
@@ -103,7 +116,7 @@ impl HostState {
                     ctx.data_mut().entered = Instant::now();
                     ctx.set_epoch_deadline(1);
                 }
-                CallHook::ReturningFromWasm => {}
+                CallHook::ReturningFromWasm => ctx.data_mut().charge(),
             }
             Ok(())
         });
@@ -111,6 +124,7 @@ impl HostState {
         store.epoch_deadline_callback(|mut ctx| {
             let s = ctx.data_mut();
             s.charge();
+            s.throttle();
             s.within_budget()?;
             Ok(UpdateDeadline::Continue(1))
         });
@@ -121,8 +135,25 @@ impl HostState {
     /// same stretch is looked at twice.
     fn charge(&mut self) {
         let now = Instant::now();
-        self.spent += now.saturating_duration_since(self.entered);
+        let used = now.saturating_duration_since(self.entered);
+        self.spent += used;
         self.entered = now;
+        if let Some(cpu) = &self.tenant.cpu {
+            self.owed = cpu.take(used, now);
+        }
+    }
+
+    /// Lets the guest's thread sleep for what its tenant has used beyond its share of a core. It is no guest time; the bounds of
+    /// the call and its abort end it.
+    fn throttle(&mut self) {
+        let owed = std::mem::take(&mut self.owed);
+        if owed.is_zero() {
+            return;
+        }
+        self.tenant.counters.throttled();
+        // However the pause ends: the bounds are looked at next.
+        let _ = self.pause(owed, self.deadline(u32::MAX));
+        self.entered = Instant::now();
     }
 
     /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, its caller's, nor the
@@ -146,9 +177,10 @@ impl HostState {
         }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
         let why = if self.spent > call {
+            self.tenant.counters.refused("limits.call");
             format!("the call used more than its {call:?} of guest time")
         } else if self.begun.elapsed() > wall {
-            format!("the call took more than {wall:?} in all, waits included")
+            return Err(self.out_of_time("the call went on"));
         } else if self.until.is_some_and(|until| until.elapsed() > GRACE) {
             "the call went on after the deadline of its operation".to_string()
         } else {
@@ -156,6 +188,19 @@ impl HostState {
         };
         self.limit = Some(why.clone());
         Err(wasmtime::format_err!("{why}"))
+    }
+
+    /// The end of a guest whose call has no time left: in all, or for its operation.
+    pub(crate) fn out_of_time(&mut self, what: &str) -> wasmtime::Error {
+        let wall = self.tenant.limits.wall;
+        let why = if self.begun.elapsed() >= wall {
+            self.tenant.counters.refused("limits.call-in-all");
+            format!("the call took more than {wall:?} in all, waits included")
+        } else {
+            format!("{what}: the deadline of its operation has passed")
+        };
+        self.limit = Some(why.clone());
+        wasmtime::format_err!("{why}")
     }
 
     /// Before a call, for an operation that gives up at `until`: a fresh budget, no old sentences.
@@ -172,6 +217,18 @@ impl HostState {
     pub(crate) fn fail(&mut self, status: Status, why: impl Into<String>) -> NrtStatus {
         self.note(why.into());
         status.into()
+    }
+
+    /// Refuses what is beyond a limit of the tenant, by the policy's key: counted, and noted as by [`HostState::fail`].
+    pub(crate) fn refuse(
+        &mut self,
+        status: Status,
+        limit: &'static str,
+        asked: &str,
+        grants: impl std::fmt::Display,
+    ) -> NrtStatus {
+        let why = self.tenant.refuse(limit, asked, grants);
+        self.fail(status, why)
     }
 
     /// Notes a sentence; the first few stay, which are the innermost causes.
@@ -193,7 +250,7 @@ impl HostState {
     pub(crate) fn add<T: Send + 'static>(&mut self, object: T) -> Result<Resource<T>, NrtStatus> {
         if self.objects >= self.tenant.limits.objects {
             let most = self.tenant.limits.objects;
-            return Err(self.fail(Status::RESOURCE, format!("the instance already holds {most} host objects")));
+            return Err(self.refuse(Status::RESOURCE, "limits.objects", "asked for one more host object", most));
         }
         match self.table.push(object) {
             Ok(r) => {
@@ -206,7 +263,7 @@ impl HostState {
 
     /// Lets go of everything the guest held: after it stopped, nobody can use it, and peers should see it closed.
     pub(crate) fn release(&mut self) {
-        self.table = ResourceTable::new();
+        self.table = handles(&self.tenant);
         self.published.clear();
         (self.sockets, self.objects) = (0, 0);
     }
@@ -222,19 +279,47 @@ impl HostState {
     pub(crate) fn may_log(&mut self) -> bool {
         let now = Instant::now();
         if now.duration_since(self.log_window.0).as_secs() >= 1 {
+            self.tell_dropped_lines();
             self.log_window = (now, 0);
         }
-        self.log_window.1 += 1;
-        self.log_window.1 <= self.tenant.limits.log_rate
+        self.log_window.1 = self.log_window.1.saturating_add(1);
+        let within = self.log_window.1 <= self.tenant.limits.log_rate;
+        if !within {
+            self.tenant.counters.refused("limits.log-lines");
+        }
+        within
     }
+
+    /// Says once for each second how many lines were too many in it.
+    fn tell_dropped_lines(&self) {
+        let (tenant, rate) = (&self.tenant.name, self.tenant.limits.log_rate);
+        let dropped = self.log_window.1.saturating_sub(rate);
+        if dropped > 0 {
+            tracing::warn!(%tenant, "{dropped} log lines of a plugin were dropped; limits.log-lines grants {rate} a second");
+        }
+    }
+}
+
+impl Drop for HostState {
+    fn drop(&mut self) {
+        self.tell_dropped_lines();
+    }
+}
+
+/// An empty table of handles. WASI's objects are not counted one by one, so the table itself has the limit.
+fn handles(tenant: &Tenant) -> ResourceTable {
+    let mut table = ResourceTable::new();
+    table.set_max_capacity(tenant.limits.objects);
+    table
 }
 
 impl ResourceLimiter for HostState {
     fn memory_growing(&mut self, current: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {
         // All memories of the instance together.
-        let most = self.tenant.limits.memory;
+        let most = self.grant.memory;
         let total = self.memory.saturating_add(desired.saturating_sub(current));
         if total > most {
+            self.tenant.counters.refused("limits.memory");
             self.limit = Some(format!("the instance asked for {total} bytes of memory, its limit is {most}"));
             return Ok(false);
         }
@@ -245,6 +330,7 @@ impl ResourceLimiter for HostState {
     fn table_growing(&mut self, _: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {
         let most = self.tenant.limits.table;
         if desired > most {
+            self.tenant.counters.refused("limits.table");
             self.limit = Some(format!("the instance asked for a table of {desired} elements, its limit is {most}"));
         }
         Ok(desired <= most)
