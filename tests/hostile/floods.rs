@@ -68,10 +68,10 @@ pub fn group() -> Group {
          (call $tasks.spawn (i32.const {SCRATCH}) (i32.const 1) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const {REPLY}))"
     );
     let animals = vec![
-        flood("listening sockets without end", "the instance already holds 8 sockets", LISTEN),
+        flood("listening sockets without end", "tenant hostile asked for one more socket; limits.connections grants 8", LISTEN),
         flood(
             "connections without end, to a listener of its own that never accepts",
-            "the instance already holds 8 sockets",
+            "tenant hostile asked for one more socket; limits.connections grants 8",
             format!(
                 "(if (i32.eqz (i32.load (i32.const 4200))) (then {LISTEN} (i32.store (i32.const 4200) (i32.const 1))
                    (call $sockets.local-address (i32.load (i32.const 2052)) (i32.const 2100))
@@ -81,7 +81,7 @@ pub fn group() -> Group {
         ),
         at_once(
             "background tasks without end, which never end",
-            &refused("tenant hostile already runs 2 background tasks, or is closing"),
+            &refused("tenant hostile asked for one more background task; limits.tasks grants 2"),
             move |p| {
                 p.body("run", "(loop $again (br $again)) unreachable");
                 until_refused(&spawn)
@@ -115,7 +115,7 @@ pub fn group() -> Group {
         endless("variables without end", &stopped(GUEST_TIME), format!("(call $config.get {} (i32.const {REPLY}))", text(100))),
         of_a_communicator(
             "communicators without end",
-            "neuronInitComm of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): tenant hostile already has 4 communicators; free some or raise the limit",
+            "neuronInitComm of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): tenant hostile asked for one more communicator; limits.communicators grants 4",
             "(call $objects.communicator.create (i32.const 0) (i32.const 1) (i32.const 2176))",
         ),
         of_a_communicator(

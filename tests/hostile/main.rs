@@ -11,11 +11,13 @@
 //! | `calls` | loops, traps, memory and stack in every entry |
 //! | `handles` | handles that were forged, kept, closed twice, or are another tenant's |
 //! | `floods` | too much of everything the host hands out |
-//! | `reach` | files and addresses |
+//! | `reach` | files, addresses and interfaces |
+//! | `policy` | what a policy does not grant |
 
 mod calls;
 mod floods;
 mod handles;
+mod policy;
 mod reach;
 mod victim;
 mod zoo;
@@ -23,7 +25,7 @@ mod zoo;
 use zoo::{Group, run};
 
 fn groups() -> Vec<Group> {
-    vec![calls::group(), handles::group(), floods::group(), reach::group()]
+    vec![calls::group(), handles::group(), floods::group(), reach::group(), policy::group()]
 }
 
 #[test]
@@ -44,6 +46,11 @@ fn floods_of_everything() {
 #[test]
 fn what_they_must_not_reach() {
     run(&reach::group());
+}
+
+#[test]
+fn what_no_policy_grants() {
+    run(&policy::group());
 }
 
 /// docs/hostile-zoo.md is what the data says, and there are at least 60 animals.

@@ -2,14 +2,15 @@
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
-use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use anyhow::Result;
 use host_runtime::error::Error;
 use host_runtime::limits::Limits;
 use host_runtime::nrt::{Runtime, RuntimeConfig};
+use host_runtime::policy::Policy;
 use tests::zoo::{ANSWER, Plugin};
 
 use crate::victim::victim;
@@ -109,6 +110,14 @@ impl Cage {
             ..Limits::default()
         };
         Ok(c)
+    }
+
+    /// The same under a policy, whose plugin directory is the cage; `more` is TOML after `[plugins]` has begun.
+    pub fn under(&self, plugin: &Plugin, more: &str) -> Result<RuntimeConfig> {
+        let folder = self.folder.display();
+        let text = format!("tenant = \"hostile\"\n[plugins]\ndirectory = \"{folder}\"\n{more}\n");
+        let policy = Policy::parse(Path::new("policy.toml"), &text)?;
+        Ok(RuntimeConfig { plugin: Some("animal.wasm".into()), policy: Some(Arc::new(policy)), ..self.config(plugin)? })
     }
 
     /// Opens a runtime with the animal, which must load.
