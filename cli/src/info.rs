@@ -106,6 +106,7 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     head(
         "Limits of a plugin",
         vec![
+            ("policy", config.policy.as_ref().map_or("none".into(), |p| format!("of tenant {}", p.tenant))),
             ("file", size::short(MAX_PLUGIN_BYTES)),
             ("memory", format!("{} an instance", size::short(l.memory as u64))),
             ("guest time", format!("{:?} a call", l.call)),

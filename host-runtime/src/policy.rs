@@ -393,12 +393,12 @@ struct WrittenLimits {
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     /// The file.
-    #[error("the policy {path} cannot be read: {source}")]
+    #[error("the policy {path} cannot be read: {why}")]
     File {
         /// The file.
         path: PathBuf,
-        /// Why.
-        source: std::io::Error,
+        /// Why; not as a source, which would be told twice.
+        why: std::io::Error,
     },
     /// Its text.
     #[error("the policy {path}, line {line}{}: {why}", key.as_ref().map_or(String::new(), |k| format!(", key `{k}`")))]
@@ -428,7 +428,7 @@ impl Policy {
     /// [`PolicyError`], which names the line and the key.
     pub fn read(path: &Path) -> Result<Policy, PolicyError> {
         use std::io::Read;
-        let file = |source| PolicyError::File { path: path.into(), source };
+        let file = |why| PolicyError::File { path: path.into(), why };
         let mut text = String::new();
         // One byte more than allowed, so that too much is noticed and never all read.
         let from = std::fs::File::open(path).map_err(file)?;
@@ -578,12 +578,17 @@ impl fmt::Display for Policy {
             self.devices.hbm, self.devices.registered
         )?;
         let l = &self.limits;
-        writeln!(f, "  may have {} communicators, {} background tasks", l.communicators, l.tasks)?;
+        let state = Bytes(l.state as u64);
+        writeln!(
+            f,
+            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks",
+            l.communicators, l.tasks
+        )?;
         let memory = Bytes(l.memory as u64);
         writeln!(
             f,
-            "  each instance: {memory} of memory, {} connections, {} log lines a second",
-            l.sockets, l.log_rate
+            "  each instance: {memory} of memory, tables of {} elements, {} connections, {} host objects, {} log lines a second",
+            l.table, l.sockets, l.objects, l.log_rate
         )?;
         writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
         writeln!(
@@ -658,6 +663,34 @@ bandwidth = "4 GiB/s"
         let words = p.to_string();
         assert!(words.contains("may connect to: 127.0.0.0/8:*, [fd00::]/8:4791\n"), "{words}");
         assert!(words.contains("may load other.wasm from /srv/red, whatever is in it, and signed"), "{words}");
+    }
+
+    #[test]
+    fn the_documented_example_is_a_policy() {
+        let page = include_str!("../../docs/tenants.md");
+        let (_, rest) = page.split_once("```toml\n").unwrap();
+        let p = parse(rest.split_once("```").unwrap().0).unwrap();
+        assert_eq!((p.plugins.allowed.len(), p.share.control_cpu, p.wasi.len()), (2, 50, 1));
+    }
+
+    #[test]
+    fn a_file_that_is_too_long_or_absent_is_refused_once() {
+        let path = std::env::temp_dir().join(format!("wccl-policy-test-{}.toml", std::process::id()));
+        let e = Policy::read(&path).unwrap_err();
+        assert!(
+            std::error::Error::source(&e).is_none() && e.to_string().contains("cannot be read: No such file"),
+            "{e}"
+        );
+        std::fs::write(&path, "#".repeat(MAX_POLICY_BYTES + 1)).unwrap();
+        let e = Policy::read(&path).unwrap_err().to_string();
+        std::fs::remove_file(&path).unwrap();
+        assert!(e.contains("it has more than 65536 bytes"), "{e}");
+    }
+
+    #[test]
+    fn a_tenants_number_is_its_names() {
+        let of = |name: &str| parse(&WHOLE.replacen("red", name, 1)).unwrap().tenant_id();
+        assert!(of("red") == of("red") && of("red") != of("blue") && of("red") != 0);
     }
 
     #[test]
