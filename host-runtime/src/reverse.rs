@@ -231,9 +231,17 @@ mod tests {
 
     fn state() -> HostState {
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant =
-            Tenant::new("t".into(), 0, Limits::default(), Default::default(), device, BTreeMap::new(), 1 << 20)
-                .unwrap();
+        let tenant = Tenant::new(
+            "t".into(),
+            0,
+            Limits::default(),
+            Default::default(),
+            device,
+            BTreeMap::new(),
+            1 << 20,
+            &Default::default(),
+        )
+        .unwrap();
         HostState::new(tenant, None, AbortToken::new().unwrap(), None)
     }
 

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, Weak};
 use hw_bridge::device::{DeviceModel, IdMapSet};
 use hw_bridge::hbm::Hbm;
 use hw_bridge::links::LinkServer;
+use hw_bridge::share::{Market, Share, Terms};
 
 use crate::abort::AbortToken;
 use crate::error::Error;
@@ -17,6 +18,7 @@ use hw_bridge::semaphore::WaitMode;
 
 use crate::limits::Limits;
 use crate::net::NetLibrary;
+use crate::policy;
 
 /// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
 #[derive(Debug, Default)]
@@ -93,6 +95,8 @@ pub struct Tenant {
     pub(crate) vars: BTreeMap<String, String>,
     /// Counters.
     pub counters: Arc<Counters>,
+    /// Its share of what tenants of this process compete for.
+    pub share: Arc<Share>,
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
     pub(crate) tasks: Mutex<Tasks>,
@@ -144,10 +148,16 @@ impl Tenant {
         device: Arc<DeviceModel>,
         vars: BTreeMap<String, String>,
         hbm_bytes: u64,
+        share: &policy::Share,
     ) -> Result<Arc<Tenant>, Error> {
         // The sentence of a link error names the limit behind it.
         let links = LinkServer::start()
             .map_err(|e| Error::Limit(format!("the link server of this process cannot be opened: {e}")))?;
+        let terms =
+            Terms { weight: share.weight, bandwidth: share.bandwidth.map(|rate| rate.0), slots: share.proxy_slots };
+        let limit = |e: &dyn std::fmt::Display| Error::Limit(format!("tenant {name} cannot be opened: {e}"));
+        let market = Market::of_process().map_err(|e| limit(&e))?;
+        let share = Arc::new(Share::new(market, id, terms).map_err(|e| limit(&e))?);
         Ok(Arc::new(Tenant {
             name,
             id,
@@ -156,6 +166,7 @@ impl Tenant {
             device: device.clone(),
             vars,
             counters: Arc::default(),
+            share,
             links,
             net: Mutex::default(),
             tasks: Mutex::default(),

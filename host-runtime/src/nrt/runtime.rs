@@ -16,6 +16,7 @@ use crate::forward::{Forward, LoadError};
 use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
 use crate::net;
+use crate::policy::Share;
 use crate::tenant::Tenant;
 
 /// How to open a runtime.
@@ -35,6 +36,8 @@ pub struct RuntimeConfig {
     pub tenant_id: u64,
     /// What plugins may use.
     pub limits: Limits,
+    /// What the tenant gets of what tenants of one process compete for.
+    pub share: Share,
     /// Device memory of a core, bytes of address space.
     pub hbm_bytes: u64,
     /// What a rank does with its core while it waits.
@@ -69,6 +72,7 @@ impl Default for RuntimeConfig {
             tenant: "default".into(),
             tenant_id: 0,
             limits: Limits::default(),
+            share: Share::default(),
             hbm_bytes: 12 << 30,
             wait: WaitMode::default(),
             flight_dir: None,
@@ -226,6 +230,7 @@ impl Runtime {
             device,
             config.vars.clone(),
             config.hbm_bytes,
+            &config.share,
         )?;
         let forward = Forward::default();
         match &config.plugin {

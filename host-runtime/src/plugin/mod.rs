@@ -206,7 +206,17 @@ mod tests {
             slots: OnceLock::new(),
         });
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant = Tenant::new("t".into(), 0, limits, Default::default(), device, BTreeMap::new(), 1 << 20).unwrap();
+        let tenant = Tenant::new(
+            "t".into(),
+            0,
+            limits,
+            Default::default(),
+            device,
+            BTreeMap::new(),
+            1 << 20,
+            &Default::default(),
+        )
+        .unwrap();
         let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
         (Instance::new(&library, state).unwrap(), tenant)
     }
