@@ -36,11 +36,11 @@ pub const MARKET_TENANTS: usize = 63;
 /// Bytes that an operation costs in a tenant's account besides those it moves: about what is moved in the time it takes.
 pub const OPERATION_COST: u64 = 2 << 10;
 /// Bytes, at the default weight, by which a tenant may get ahead of others at work before it lets them catch up.
-pub const LEAD_BYTES: u64 = 2 << 20;
-/// How long after its last stretch a tenant counts as at work: longer than a stretch and a [`TURN_POLL`] take.
+pub const LEAD_BYTES: u64 = 1 << 20;
+/// How long after it last had a turn, or was to ask again for one, a tenant counts as at work: longer than a stretch takes.
 pub const AT_WORK: Duration = Duration::from_micros(300);
-/// How often a lane that lets others past looks whether its turn has come.
-pub const TURN_POLL: Duration = Duration::from_micros(50);
+/// How soon a lane that lets others past first looks whether its turn has come; then when it has waited twice as long.
+pub const TURN_POLL: Duration = Duration::from_micros(100);
 /// How long a lane lets others past before one stretch, at most.
 pub const MAX_YIELD: Duration = Duration::from_millis(2);
 /// How far a tenant may get ahead of its cap.
