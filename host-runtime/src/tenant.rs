@@ -18,7 +18,7 @@ use hw_bridge::semaphore::WaitMode;
 
 use crate::limits::Limits;
 use crate::net::NetLibrary;
-use crate::policy;
+use crate::nrt::RuntimeConfig;
 
 /// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
 #[derive(Debug, Default)]
@@ -95,7 +95,7 @@ pub struct Tenant {
     pub(crate) vars: BTreeMap<String, String>,
     /// Counters.
     pub counters: Arc<Counters>,
-    /// Its share of what tenants of this process compete for.
+    /// Its share of what it and other tenants compete for.
     pub share: Arc<Share>,
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
@@ -140,31 +140,23 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Tenant {
-    pub(crate) fn new(
-        name: String,
-        id: u64,
-        limits: Limits,
-        wait: WaitMode,
-        device: Arc<DeviceModel>,
-        vars: BTreeMap<String, String>,
-        hbm_bytes: u64,
-        share: &policy::Share,
-    ) -> Result<Arc<Tenant>, Error> {
+    /// The tenant that `config` describes, with these limits on that device.
+    pub(crate) fn new(config: &RuntimeConfig, limits: Limits, device: Arc<DeviceModel>) -> Result<Arc<Tenant>, Error> {
         // The sentence of a link error names the limit behind it.
         let links = LinkServer::start()
             .map_err(|e| Error::Limit(format!("the link server of this process cannot be opened: {e}")))?;
-        let terms =
-            Terms { weight: share.weight, bandwidth: share.bandwidth.map(|rate| rate.0), slots: share.proxy_slots };
-        let limit = |e: &dyn std::fmt::Display| Error::Limit(format!("tenant {name} cannot be opened: {e}"));
-        let market = Market::of_process().map_err(|e| limit(&e))?;
-        let share = Arc::new(Share::new(market, id, terms).map_err(|e| limit(&e))?);
+        let c = config.share;
+        let terms = Terms { weight: c.weight, bandwidth: c.bandwidth.map(|rate| rate.0), slots: c.proxy_slots };
+        let limit = |e: &dyn std::fmt::Display| Error::Limit(format!("tenant {} cannot be opened: {e}", config.tenant));
+        let market = config.market.clone().map_or_else(Market::of_process, Ok).map_err(|e| limit(&e))?;
+        let share = Arc::new(Share::new(market, config.tenant_id, terms).map_err(|e| limit(&e))?);
         Ok(Arc::new(Tenant {
-            name,
-            id,
+            name: config.tenant.clone(),
+            id: config.tenant_id,
             limits,
-            wait,
+            wait: config.wait,
             device: device.clone(),
-            vars,
+            vars: config.vars.clone(),
             counters: Arc::default(),
             share,
             links,
@@ -173,7 +165,7 @@ impl Tenant {
             resolving: Arc::default(),
             maps: Mutex::new(IdMapSet::new(device)),
             hbm: Mutex::default(),
-            hbm_bytes,
+            hbm_bytes: config.hbm_bytes,
             comms: Mutex::default(),
             next_comm: AtomicU64::new(1),
         }))

@@ -2,13 +2,16 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{bytes_of, config, values_of, world};
-use host_runtime::nrt::{Io, RuntimeConfig};
+use host_runtime::nrt::{Io, Runtime, RuntimeConfig};
 use host_runtime::policy::{Rate, Share};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::limits::MARKET_TENANTS;
+use hw_bridge::share::{self, Market, Terms};
 
 /// A tenant with that share.
 fn tenant(tenant_id: u64, share: Share) -> RuntimeConfig {
@@ -102,4 +105,16 @@ fn operations_in_progress_are_bounded_by_the_slots() {
         comm.stream(1).unwrap().barrier().unwrap().wait().unwrap();
         comm.barrier().unwrap();
     });
+}
+
+#[test]
+fn a_full_market_refuses_a_tenant_with_a_sentence() {
+    let market = Arc::new(Market::create().unwrap());
+    let enter = |id| share::Share::new(market.clone(), id, Terms::default()).unwrap();
+    let others: Vec<_> = (100..).take(MARKET_TENANTS).map(enter).collect();
+    let late = RuntimeConfig { market: Some(market.clone()), ..tenant(14, Share::default()) };
+    let e = Runtime::open(late.clone()).unwrap_err().to_string();
+    assert!(e.contains("tenant t14 cannot be opened") && e.contains("no room for another"), "{e}");
+    drop(others);
+    Runtime::open(late).unwrap();
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use hw_bridge::device::{DeviceConfig, DeviceModel};
 use hw_bridge::semaphore::WaitMode;
+use hw_bridge::share::Market;
 
 use super::communicator::{CommOptions, Communicator};
 use crate::enc::Algorithm;
@@ -36,8 +37,10 @@ pub struct RuntimeConfig {
     pub tenant_id: u64,
     /// What plugins may use.
     pub limits: Limits,
-    /// What the tenant gets of what tenants of one process compete for.
+    /// What the tenant gets of what it and other tenants compete for.
     pub share: Share,
+    /// Where it meets the others; without, the tenants of this process meet one another.
+    pub market: Option<Arc<Market>>,
     /// Device memory of a core, bytes of address space.
     pub hbm_bytes: u64,
     /// What a rank does with its core while it waits.
@@ -73,6 +76,7 @@ impl Default for RuntimeConfig {
             tenant_id: 0,
             limits: Limits::default(),
             share: Share::default(),
+            market: None,
             hbm_bytes: 12 << 30,
             wait: WaitMode::default(),
             flight_dir: None,
@@ -222,16 +226,7 @@ impl Runtime {
         // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
         let wall = config.limits.wall.max(socket_timeout(&config) * 5);
         let limits = Limits { wall, ..config.limits };
-        let tenant = Tenant::new(
-            config.tenant.clone(),
-            config.tenant_id,
-            limits,
-            config.wait,
-            device,
-            config.vars.clone(),
-            config.hbm_bytes,
-            &config.share,
-        )?;
+        let tenant = Tenant::new(&config, limits, device)?;
         let forward = Forward::default();
         match &config.plugin {
             Some(path) => {
