@@ -18,6 +18,7 @@ use hw_bridge::peers::{CONTROL_BYTES, Control, Op, Peer};
 use hw_bridge::segment::Segment;
 use hw_bridge::semaphore::WaitPolicy;
 use hw_bridge::sequencer::{CallArgs, Endpoint, LocalMem};
+use hw_bridge::share::{Market, Share, Terms};
 
 /// Far more than anything here takes; a wait that does not end is found by it.
 const SOON: Duration = Duration::from_secs(2);
@@ -91,9 +92,12 @@ pub fn operation(data: &[u8]) {
     let memory = MEMORY.get_or_init(|| Some((Hbm::new(1 << 20).ok()?, Hbm::new(1 << 20).ok()?)));
     let Some((mine, other)) = memory else { return };
     let policy = WaitPolicy { spins: 1, yields: 1, sleeps: true };
-    let (Ok(endpoint), Some(a), Some(b)) =
-        (Endpoint::new(0, 2, mine.clone(), policy), copy_of(theirs.segment()), copy_of(other.segment()))
-    else {
+    let Some(share) = Market::of_process().ok().and_then(|m| Share::new(m, 0, Terms::default()).ok()) else { return };
+    let (Ok(endpoint), Some(a), Some(b)) = (
+        Endpoint::new(0, 2, mine.clone(), policy, Arc::new(share)),
+        copy_of(theirs.segment()),
+        copy_of(other.segment()),
+    ) else {
         return;
     };
     let map = |fd, len| Segment::from_peer(fd, len).ok();

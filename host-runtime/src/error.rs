@@ -168,7 +168,7 @@ impl Error {
                 | OpError::Forked { .. },
             ) => Status::INVALID,
             Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
-            Error::Op(OpError::Stage { .. }) => Status::RESOURCE,
+            Error::Op(OpError::Stage { .. } | OpError::Slots { .. }) => Status::RESOURCE,
             Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
             Error::Limit(_) | Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
             Error::Forked { .. } => Status::INVALID,

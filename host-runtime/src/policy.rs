@@ -211,7 +211,7 @@ pub struct Share {
     pub weight: u32,
     /// Bytes a second that its operations may move; none for no cap.
     pub bandwidth: Option<Rate>,
-    /// Operations in progress at a time.
+    /// Operations in progress at a time in one process: one for each communicator and one for each stream.
     pub proxy_slots: u32,
     /// Share of one core that its plugins' calls may take, in per cent; 100 is a whole core.
     pub control_cpu: u32,
@@ -219,7 +219,7 @@ pub struct Share {
 
 impl Default for Share {
     fn default() -> Self {
-        Share { weight: 100, bandwidth: None, proxy_slots: 64, control_cpu: 100 }
+        Share { weight: 100, bandwidth: None, proxy_slots: 1280, control_cpu: 100 }
     }
 }
 

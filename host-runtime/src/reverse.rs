@@ -221,19 +221,17 @@ impl nrt::Host for HostState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
     use std::sync::{Arc, Mutex};
 
     use crate::abort::AbortToken;
     use crate::limits::Limits;
+    use crate::nrt::RuntimeConfig;
     use crate::tenant::Tenant;
     use hw_bridge::device::{DeviceConfig, DeviceModel, HostMem, IncrementRegister};
 
     fn state() -> HostState {
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant =
-            Tenant::new("t".into(), 0, None, Limits::default(), Default::default(), device, BTreeMap::new(), 1 << 20)
-                .unwrap();
+        let tenant = Tenant::new(&RuntimeConfig::default(), device).unwrap();
         HostState::new(tenant, None, AbortToken::new().unwrap(), None)
     }
 

@@ -11,6 +11,7 @@ use std::time::Instant;
 use hw_bridge::device::{DeviceModel, IdMapSet};
 use hw_bridge::hbm::{Hbm, HbmBuf, HbmError};
 use hw_bridge::links::LinkServer;
+use hw_bridge::share::{Market, Share, Terms};
 
 use crate::abort::AbortToken;
 use crate::error::Error;
@@ -19,6 +20,7 @@ use hw_bridge::semaphore::WaitMode;
 
 use crate::limits::Limits;
 use crate::net::NetLibrary;
+use crate::nrt::RuntimeConfig;
 use crate::plugin::supervisor::Supervisor;
 use crate::plugin::throttle::Allowance;
 use crate::policy::{Policy, listed};
@@ -125,6 +127,8 @@ pub struct Tenant {
     pub supervisor: Supervisor,
     /// Guest time; unlimited without a policy.
     pub(crate) cpu: Option<Allowance>,
+    /// Its share of what it and other tenants compete for.
+    pub share: Arc<Share>,
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
     pub(crate) tasks: Mutex<Tasks>,
@@ -168,37 +172,35 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Tenant {
-    pub(crate) fn new(
-        name: String,
-        id: u64,
-        policy: Option<Arc<Policy>>,
-        limits: Limits,
-        wait: WaitMode,
-        device: Arc<DeviceModel>,
-        vars: BTreeMap<String, String>,
-        hbm_bytes: u64,
-    ) -> Result<Arc<Tenant>, Error> {
+    /// The tenant that `config` describes, on that device.
+    pub(crate) fn new(config: &RuntimeConfig, device: Arc<DeviceModel>) -> Result<Arc<Tenant>, Error> {
         // The sentence of a link error names the limit behind it.
         let links = LinkServer::start()
             .map_err(|e| Error::Limit(format!("the link server of this process cannot be opened: {e}")))?;
+        let c = config.share;
+        let terms = Terms { weight: c.weight, bandwidth: c.bandwidth.map(|rate| rate.0), slots: c.proxy_slots };
+        let limit = |e: &dyn std::fmt::Display| Error::Limit(format!("tenant {} cannot be opened: {e}", config.tenant));
+        let market = config.market.clone().map_or_else(Market::of_process, Ok).map_err(|e| limit(&e))?;
+        let share = Arc::new(Share::new(market, config.tenant_id, terms).map_err(|e| limit(&e))?);
         Ok(Arc::new(Tenant {
-            name,
-            id,
-            cpu: policy.as_ref().map(|p| Allowance::new(p.share.control_cpu, Instant::now())),
-            policy,
-            limits,
-            wait,
+            name: config.tenant.clone(),
+            id: config.tenant_id,
+            cpu: config.policy.as_ref().map(|p| Allowance::new(p.share.control_cpu, Instant::now())),
+            policy: config.policy.clone(),
+            limits: config.limits,
+            wait: config.wait,
             device: device.clone(),
-            vars,
+            vars: config.vars.clone(),
             counters: Arc::default(),
             supervisor: Supervisor::default(),
+            share,
             links,
             net: Mutex::default(),
             tasks: Mutex::default(),
             resolving: Arc::default(),
             maps: Mutex::new(IdMapSet::new(device)),
             hbm: Mutex::default(),
-            hbm_bytes,
+            hbm_bytes: config.hbm_bytes,
             comms: Mutex::default(),
             next_comm: AtomicU64::new(1),
         }))

@@ -32,7 +32,8 @@ pub fn ticks() -> u64 {
     }
 }
 
-fn clock_ns() -> u64 {
+/// Nanoseconds of the monotonic clock.
+pub(crate) fn clock_ns() -> u64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }

@@ -1,5 +1,7 @@
 //! Every limit of this crate in one place.
 
+use std::time::Duration;
+
 /// Ranks of one communicator inside a server. A wait reads one word per peer, so this bounds the hot path, and it is
 /// the size of the pointer tables that an operation keeps on its stack.
 pub const MAX_LOCAL_RANKS: usize = 64;
@@ -26,15 +28,32 @@ pub const STAGE_BYTES: usize = 512 * 1024;
 /// From this size of a rank's buffer on, copies between device memories that nothing reads again go past the caches. Measured:
 /// equal at 4 MiB, 3 to 48 % faster from 16 MiB on.
 pub const STREAM_BYTES: u64 = 8 << 20;
-/// A copy looks every so many bytes whether it was told to stop, and is counted: peers that wait for it see that it goes on.
-pub const STRETCH_BYTES: u64 = 16 << 20;
+/// A copy or reduction looks every so many bytes whether it was told to stop and whether other tenants are to be let past
+/// ([`crate::share`]), and is counted: peers that wait for it see that it goes on. It takes some 50 microseconds.
+pub const STRETCH_BYTES: u64 = 256 << 10;
+/// Tenants that can meet in one market: as many as a page has lines, but for one.
+pub const MARKET_TENANTS: usize = 63;
+/// Bytes that an operation costs in a tenant's account besides those it moves: about what is moved in the time it takes.
+pub const OPERATION_COST: u64 = 2 << 10;
+/// Bytes, at the default weight, by which a tenant may get ahead of others at work before it lets them catch up.
+pub const LEAD_BYTES: u64 = 1 << 20;
+/// How long after it last had a turn, or was to ask again for one, a tenant counts as at work: longer than a stretch takes.
+pub const AT_WORK: Duration = Duration::from_micros(300);
+/// How soon a lane that lets others past first looks whether its turn has come; then when it has waited twice as long.
+pub const TURN_POLL: Duration = Duration::from_micros(100);
+/// How long a lane lets others past before one stretch, at most.
+pub const MAX_YIELD: Duration = Duration::from_millis(2);
+/// How far a tenant may get ahead of its cap.
+pub const CAP_BURST: Duration = Duration::from_millis(10);
+/// How long a lane waits for its cap before one stretch, at most.
+pub const MAX_CAP_WAIT: Duration = Duration::from_secs(4);
 /// Bytes of the sentence a failing rank leaves for its peers.
 pub const REASON_BYTES: usize = 960;
 /// Steps of one schedule; the step number shares a word with the sequence number.
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.
-pub const NAP: std::time::Duration = std::time::Duration::from_millis(10);
+pub const NAP: Duration = Duration::from_millis(10);
 /// How long the owner of a region waits for a peer that connected to say what it wants.
-pub const LINK_HELLO: std::time::Duration = std::time::Duration::from_secs(2);
+pub const LINK_HELLO: Duration = Duration::from_secs(2);
 /// Grants one process keeps open: one for each (communicator, peer).
 pub const MAX_GRANTS: usize = 65_536;

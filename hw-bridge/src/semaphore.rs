@@ -128,6 +128,9 @@ impl std::str::FromStr for WaitMode {
 }
 
 impl WaitPolicy {
+    /// While other tenants are at work: the core is soon given away, whoever waits.
+    pub const CROWDED: WaitPolicy = WaitPolicy { spins: 60, yields: 100, sleeps: true };
+
     /// The policy of a mode for `ranks` ranks on this machine that share `cpus` cores.
     pub fn of(mode: WaitMode, ranks: usize, cpus: usize) -> WaitPolicy {
         match mode {
@@ -140,8 +143,7 @@ impl WaitPolicy {
     /// For `ranks` ranks on this machine that share `cpus` cores: with a core for each, spinning is cheapest; with
     /// fewer, the peer we wait for may need the core we would spin on.
     pub fn for_ranks(ranks: usize, cpus: usize) -> WaitPolicy {
-        let (spins, yields) = if ranks <= cpus { (20_000, 20) } else { (60, 100) };
-        WaitPolicy { spins, yields, sleeps: true }
+        if ranks <= cpus { WaitPolicy { spins: 20_000, yields: 20, sleeps: true } } else { WaitPolicy::CROWDED }
     }
 }
 

@@ -12,6 +12,7 @@ use std::cell::Cell;
 use common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
+use host_runtime::policy::{Rate, Share};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::limits::STAGE_BYTES;
 use hw_bridge::peers::Op;
@@ -136,11 +137,13 @@ fn run(comm: &mut Communicator, io: Io<'_>, op: Op, count: usize) {
     .unwrap();
 }
 
-/// After a warm-up 10,000 mixed collectives on each rank: no allocation on any rank's thread, no component call.
+/// After a warm-up 10,000 mixed collectives on each rank: no allocation on any rank's thread, no component call. Nor where
+/// every operation asks for its turn, as under a cap.
 #[test]
 fn nothing_is_allocated_and_no_component_called_in_the_steady_state() {
-    for n in [2usize, 3] {
-        world(n, &config(), move |mut comm| {
+    let far_off = Share { bandwidth: Some(Rate(1 << 40)), ..Share::default() };
+    for (n, share) in [(2usize, Share::default()), (3, Share::default()), (2, far_off)] {
+        world(n, &RuntimeConfig { share, ..config() }, move |mut comm| {
             let rank = comm.rank();
             // From the inside of a record to several staging pieces.
             let counts = [1usize, 8, 9, 500, 3001, 20_000, 300_001];

@@ -1,4 +1,4 @@
-//! Set-up, guest builds, demo, tests, bench, soak, fuzz: `cargo xtask help`.
+//! Set-up, guest builds, demo, tests, bench, soak, isolation, fuzz: `cargo xtask help`.
 //!
 //! Guests are compiled for WebAssembly, which cargo alone does not arrange; everything that needs them is started
 //! here. Exit codes: 0 done, 1 failed, 2 not possible on this machine or wrongly called; programs that are started pass
@@ -16,8 +16,8 @@ use anyhow::{Context, Result, bail};
 
 mod fuzz;
 mod guests;
+mod programs;
 mod route;
-mod soak;
 mod spec;
 mod step;
 #[cfg(test)]
@@ -40,6 +40,10 @@ Commands:
                    --minutes M, --seconds S   how long
                    --seed N                   repeat the rounds of an earlier run
                    --ranks N                  how many processes
+  isolation      Print the latency of a tenant's operations, alone and beside tenants that flood.
+                   --beside NAME, --list      only beside that one; which there are
+                   --seconds S                how long each measurement (3)
+                   --gap US                   how long the tenant computes between two calls (0)
   fuzz [TARGET]  Try the fuzz targets, or one, under libFuzzer; fail at the first finding. Needs a C++ compiler (g++).
                    --seconds N       how long each (180)
   spec-coverage  List each invariant of the specification with the tests that prove it.
@@ -116,7 +120,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
             let mut cargo = workspace.cargo();
             pass_on(cargo.args(["test", "--release", "--workspace"]).args(rest))
         }
-        "soak" => pass_on(soak::command(&Workspace::find()?)?.args(rest)),
+        "soak" | "isolation" => pass_on(programs::command(&Workspace::find()?, command)?.args(rest)),
         "fuzz" => fuzz::run(&Workspace::find()?, rest),
         "spec-coverage" => spec_coverage(&Workspace::find()?.root, rest),
         other => Err(Usage(format!("There is no command \"{other}\".")).into()),
@@ -290,7 +294,9 @@ mod tests {
 
     #[test]
     fn the_help_names_every_command() {
-        for command in ["setup", "guests", "demo", "bench", "test", "soak", "fuzz", "spec-coverage", "help"] {
+        for command in
+            ["setup", "guests", "demo", "bench", "test", "soak", "isolation", "fuzz", "spec-coverage", "help"]
+        {
             assert!(HELP.lines().any(|line| line.trim_start().starts_with(command)), "{command}");
         }
         assert!(HELP.contains(ROUTE_VARIABLE));

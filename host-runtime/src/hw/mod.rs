@@ -113,7 +113,8 @@ impl wit_objects::HostCommunicator for HostState {
         let made = tenant.clone().add_comm(|id| {
             let hbm = tenant.hbm(core).map_err(|e| e.to_string())?;
             let cpus = std::thread::available_parallelism().map_or(1, |c| c.get());
-            let endpoint = Endpoint::new(r, n, hbm, WaitPolicy::of(tenant.wait, n, cpus)).map_err(|e| e.to_string())?;
+            let (policy, share) = (WaitPolicy::of(tenant.wait, n, cpus), tenant.share.clone());
+            let endpoint = Endpoint::new(r, n, hbm, policy, share).map_err(|e| e.to_string())?;
             Ok(CommCore::new(id, endpoint, abort, tenant.clone()))
         });
         match made {

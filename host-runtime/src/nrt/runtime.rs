@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use hw_bridge::device::{DeviceConfig, DeviceModel};
 use hw_bridge::semaphore::WaitMode;
+use hw_bridge::share::Market;
 
 use super::communicator::{CommOptions, Communicator};
 use crate::enc::Algorithm;
@@ -16,7 +17,7 @@ use crate::forward::{Forward, LoadError};
 use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
 use crate::net;
-use crate::policy::Policy as TenantPolicy;
+use crate::policy::{Policy as TenantPolicy, Share};
 use crate::tenant::Tenant;
 
 /// How to open a runtime.
@@ -39,6 +40,10 @@ pub struct RuntimeConfig {
     pub policy: Option<Arc<TenantPolicy>>,
     /// What plugins may use.
     pub limits: Limits,
+    /// What the tenant gets of what it and other tenants compete for.
+    pub share: Share,
+    /// Where it meets the others; without, the tenants of this process meet one another.
+    pub market: Option<Arc<Market>>,
     /// Device memory of a core, bytes of address space.
     pub hbm_bytes: u64,
     /// What a rank does with its core while it waits.
@@ -74,6 +79,8 @@ impl Default for RuntimeConfig {
             tenant_id: 0,
             policy: None,
             limits: Limits::default(),
+            share: Share::default(),
+            market: None,
             hbm_bytes: 12 << 30,
             wait: WaitMode::default(),
             flight_dir: None,
@@ -229,21 +236,12 @@ impl Runtime {
         match &config.policy {
             Some(p) => {
                 (config.tenant, config.tenant_id) = (p.tenant.clone(), p.tenant_id());
-                (config.limits, config.hbm_bytes) = (p.limits, p.devices.hbm.0);
+                (config.limits, config.hbm_bytes, config.share) = (p.limits, p.devices.hbm.0, p.share);
             }
             // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
             None => config.limits.wall = config.limits.wall.max(socket_timeout(&config) * 5),
         }
-        let tenant = Tenant::new(
-            config.tenant.clone(),
-            config.tenant_id,
-            config.policy.clone(),
-            config.limits,
-            config.wait,
-            device,
-            config.vars.clone(),
-            config.hbm_bytes,
-        )?;
+        let tenant = Tenant::new(&config, device)?;
         let forward = Forward::default();
         match &config.plugin {
             Some(path) => {

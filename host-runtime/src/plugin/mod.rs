@@ -180,13 +180,14 @@ fn functions(engine: &wasmtime::Engine, item: &ComponentItem) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
     use std::sync::Mutex;
     use std::time::{Duration, Instant};
 
     use crate::abort::AbortToken;
     use crate::error::Error;
     use crate::limits::Limits;
+    use crate::nrt::RuntimeConfig;
+    use crate::tenant::Tenant;
     use hw_bridge::device::{DeviceConfig, DeviceModel};
 
     const CALLS_BACK: &str = r#"(component
@@ -224,8 +225,7 @@ mod tests {
             slots: OnceLock::new(),
         });
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant =
-            Tenant::new("t".into(), 0, None, limits, Default::default(), device, BTreeMap::new(), 1 << 20).unwrap();
+        let tenant = Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, device).unwrap();
         let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
         (Instance::new(&library, state).unwrap(), tenant)
     }

@@ -190,6 +190,17 @@ pub enum OpError {
         /// The process that may use it.
         parent: u32,
     },
+    /// The tenant may have no further operation in progress.
+    #[error(
+        "rank {rank} can have no further sequence of operations: its tenant may have {slots} operations in progress in this \
+         process, one for each communicator and each stream; free some, or raise share.proxy-slots"
+    )]
+    Slots {
+        /// This rank.
+        rank: usize,
+        /// What its tenant may have.
+        slots: u32,
+    },
     /// Memory of a lane or for staging is not to be had.
     #[error("rank {rank} could not stage private memory: {reason}")]
     Stage {

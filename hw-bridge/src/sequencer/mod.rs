@@ -29,6 +29,7 @@ use crate::limits::LANES;
 use crate::peers::{Abort, Control, Peer, RankState};
 use crate::segment::SegmentError;
 use crate::semaphore::{self, Fence, WaitPolicy, publish_fence};
+use crate::share::Share;
 use run::Bases;
 
 /// One rank's data plane of one communicator: what its lanes share.
@@ -40,6 +41,7 @@ pub struct Endpoint {
     hbm: Arc<Hbm>,
     peers: Box<[OnceLock<Peer>]>,
     policy: WaitPolicy,
+    share: Arc<Share>,
     abort: Abort,
     broken: OnceLock<String>,
     /// Some rank cannot have our fences executed for us.
@@ -79,8 +81,15 @@ pub struct Lane {
 }
 
 impl Endpoint {
-    /// The data plane of `rank` of `nranks`, before any link. `nranks` is at most [`MAX_LOCAL_RANKS`].
-    pub fn new(rank: usize, nranks: usize, hbm: Arc<Hbm>, policy: WaitPolicy) -> Result<Endpoint, SegmentError> {
+    /// The data plane of `rank` of `nranks`, before any link, which takes its turns by `share`. `nranks` is at most
+    /// [`MAX_LOCAL_RANKS`].
+    pub fn new(
+        rank: usize,
+        nranks: usize,
+        hbm: Arc<Hbm>,
+        policy: WaitPolicy,
+        share: Arc<Share>,
+    ) -> Result<Endpoint, SegmentError> {
         crate::fork::mark_process();
         let control = Arc::new(Control::create(rank as u32, nranks as u32)?);
         let abort = Abort::new(control.clone());
@@ -91,6 +100,7 @@ impl Endpoint {
             hbm,
             peers: (0..nranks).map(|_| OnceLock::new()).collect(),
             policy,
+            share,
             abort,
             broken: OnceLock::new(),
             fenced: AtomicBool::new(!semaphore::asymmetric()),
@@ -178,13 +188,18 @@ impl Endpoint {
     /// Hands out one of the [`LANES`], once.
     ///
     /// # Errors
-    /// [`OpError::Stage`] if there is no memory for it.
+    /// [`OpError::Slots`] if the tenant has used up its slots, [`OpError::Stage`] if there is no memory for it.
     pub fn lane(self: &Arc<Endpoint>, index: usize) -> Result<Option<Lane>, OpError> {
         let Some(taken) = self.taken.get(index) else { return Ok(None) };
         if taken.swap(true, Ordering::AcqRel) {
             return Ok(None);
         }
+        if !self.share.take_slot() {
+            taken.store(false, Ordering::Release);
+            return Err(OpError::Slots { rank: self.rank, slots: self.share.terms().slots });
+        }
         if let Err(e) = self.control.commit(index) {
+            self.share.give_slot();
             taken.store(false, Ordering::Release);
             return Err(OpError::Stage { rank: self.rank, reason: e.to_string() });
         }
@@ -249,6 +264,7 @@ impl Drop for Endpoint {
 
 impl Drop for Lane {
     fn drop(&mut self) {
+        self.endpoint.share.give_slot();
         // One that was never used can be taken again; another's sequence would have to be known to go on.
         if self.seq == 0 {
             self.endpoint.taken[self.index].store(false, Ordering::Release);

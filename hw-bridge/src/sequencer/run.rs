@@ -6,18 +6,23 @@ use std::time::{Duration, Instant};
 use super::{Absent, At, CallArgs, Lane, LocalMem, OpError, Place, Schedule, Sealed, Step};
 use crate::dtype::ReduceOp;
 use crate::flight::State;
-use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS, STRETCH_BYTES};
+use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS};
 use crate::peers::{Aside, FLAG_PRIVATE, LaneView, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
-use crate::semaphore;
+use crate::semaphore::{self, WaitPolicy};
 
 /// How long a failed rank waits for peers that may still use its buffers.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// A copy in stretches: first byte and bytes of each.
+/// `len` bytes in stretches of at most `most`: first byte and bytes of each.
 #[inline]
-fn stretches(len: u64) -> impl Iterator<Item = (u64, u64)> {
-    (0..len.div_ceil(STRETCH_BYTES)).map(move |k| (k * STRETCH_BYTES, STRETCH_BYTES.min(len - k * STRETCH_BYTES)))
+fn stretches(len: u64, most: u64) -> impl Iterator<Item = (u64, u64)> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let next = (at, most.min(len - at));
+        at += next.1;
+        (next.1 > 0).then_some(next)
+    })
 }
 
 impl Lane {
@@ -72,6 +77,7 @@ impl Lane {
             deadline: None,
             last_wait: schedule.last_wait,
             napped: false,
+            paced: schedule.moved > self.endpoint.share.stretch(),
         };
         let done = self.run_steps(schedule, &input, &output, aside, args.scale, &mut wait);
         let stamp = wait.napped || schedule.slot_len == 0 || schedule.slot_len > SLOT_BYTES as u64;
@@ -193,6 +199,8 @@ impl Lane {
         wait: &mut WaitCtx<'_>,
     ) -> Result<(), OpError> {
         let seq = self.seq;
+        let whole = if wait.paced { 0 } else { s.moved };
+        self.endpoint.share.begin(whole, || self.told_to_stop(wait))?;
         self.drain(seq, s.ahead(), wait)?;
         let mut bases = self.bases.take().unwrap_or_else(|| Box::new(Bases::none()));
         bases.begin(input.ptr, output.ptr, self.endpoint.nranks);
@@ -295,7 +303,8 @@ impl Lane {
         self.mine().tally().wait();
         wait.deadline = None;
         let missing = |q: LaneView<'_>| !come(q);
-        semaphore::wait(self.mine().bell(), self.endpoint.policy, || come(theirs), || self.check(wait, missing, peer))
+        let policy = if self.endpoint.share.crowded() { WaitPolicy::CROWDED } else { self.endpoint.policy };
+        semaphore::wait(self.mine().bell(), policy, || come(theirs), || self.check(wait, missing, peer))
     }
 
     /// Fails if this rank was aborted, or another of its lanes has failed.
@@ -310,6 +319,16 @@ impl Lane {
             Some(first) => Err(OpError::Broken { rank, first: first.clone() }),
             None => Ok(()),
         }
+    }
+
+    /// Before a stretch of `bytes`: the tenant's turn.
+    #[inline]
+    fn pause(&self, bytes: u64, wait: &WaitCtx<'_>) -> Result<(), OpError> {
+        if !wait.paced {
+            return Ok(());
+        }
+        self.told_to_stop(wait)?;
+        self.endpoint.share.pace(bytes, || self.told_to_stop(wait))
     }
 
     /// Looks at everything that can end a wait early. `missing` tells which peers the step still lacks.
@@ -389,8 +408,9 @@ impl Lane {
             }
             Step::Copy { dst, src: At(Place::PeerIn(peer), from), len } if s.direct => {
                 let dst = self.at(s, dst, bases, wait.seq);
-                for (at, len) in stretches(len) {
+                for (at, len) in stretches(len, self.endpoint.share.stretch()) {
                     self.told_to_stop(wait)?;
+                    self.pause(len, wait)?;
                     let dst = dst.wrapping_add(at as usize);
                     // SAFETY: as for Copy.
                     unsafe { self.read_private(usize::from(peer), from + at, dst, len, bases, wait)? };
@@ -399,10 +419,8 @@ impl Lane {
             }
             Step::Copy { dst, src, len } => {
                 let (dst, src) = (self.at(s, dst, bases, wait.seq), self.at(s, src, bases, wait.seq));
-                for (at, len) in stretches(len) {
-                    if at > 0 {
-                        self.told_to_stop(wait)?;
-                    }
+                for (at, len) in stretches(len, self.endpoint.share.stretch()) {
+                    self.pause(len, wait)?;
                     let (dst, src) = (dst.wrapping_add(at as usize), src.wrapping_add(at as usize));
                     // SAFETY: `at` gives pointers into memory that is mapped for the whole operation; the schedule was
                     // sealed, so position + len lies inside in_bytes/out_bytes (checked here against the caller's buffers
@@ -423,32 +441,54 @@ impl Lane {
                     *to = self.at(s, *from, bases, wait.seq);
                 }
                 let dst = self.at(s, dst, bases, wait.seq);
-                // SAFETY: as for Copy, for dst and each of the n sources; dst equals a source or overlaps none.
-                unsafe {
-                    if op == ReduceOp::PreMulSum {
-                        let mut scales = [1.0; MAX_LOCAL_RANKS];
-                        for (to, from) in scales.iter_mut().zip(listed) {
-                            *to = self.scale_of(*from, bases);
-                        }
-                        let scales = &scales[..n as usize];
-                        reduce::reduce_scaled(s.header.dtype, dst, &sources[..n as usize], scales, count as usize)
-                    } else {
-                        reduce::reduce(op, s.header.dtype, dst, &sources[..n as usize], count as usize)
+                let scales = (op == ReduceOp::PreMulSum).then(|| {
+                    let mut scales = [1.0; MAX_LOCAL_RANKS];
+                    for (to, from) in scales.iter_mut().zip(listed) {
+                        *to = self.scale_of(*from, bases);
                     }
-                };
-                self.mine().tally().reduced(u64::from(n) * count * s.header.dtype.size() as u64);
+                    scales
+                });
+                let (dtype, size) = (s.header.dtype, s.header.dtype.size() as u64);
+                let sources = &mut sources[..n as usize];
+                // Stretches are whole pages, and so whole elements.
+                for (at, len) in stretches(count * size, self.endpoint.share.stretch()) {
+                    self.pause(u64::from(n) * len, wait)?;
+                    let (dst, count) = (dst.wrapping_add(at as usize), (len / size) as usize);
+                    // SAFETY: as for Copy, for dst and each of the n sources, which are moved on by every stretch; dst
+                    // equals a source or overlaps none.
+                    unsafe {
+                        match &scales {
+                            Some(by) => reduce::reduce_scaled(dtype, dst, sources, &by[..n as usize], count),
+                            None => reduce::reduce(op, dtype, dst, sources, count),
+                        }
+                    };
+                    self.mine().tally().reduced(u64::from(n) * len);
+                    for from in &mut *sources {
+                        *from = from.wrapping_add(len as usize);
+                    }
+                }
             }
             Step::Average { dst, count, n } => {
                 let dst = self.at(s, dst, bases, wait.seq);
-                // SAFETY: as for Copy.
-                unsafe { reduce::scale_avg(s.header.dtype, dst, count as usize, n as usize) };
+                let (dtype, size) = (s.header.dtype, s.header.dtype.size() as u64);
+                for (at, len) in stretches(count * size, self.endpoint.share.stretch()) {
+                    self.pause(len, wait)?;
+                    // SAFETY: as for Copy.
+                    unsafe {
+                        reduce::scale_avg(dtype, dst.wrapping_add(at as usize), (len / size) as usize, n as usize)
+                    };
+                }
             }
             Step::Swap { a, b, len } => {
                 let (a, b) = (self.at(s, a, bases, wait.seq), self.at(s, b, bases, wait.seq));
-                // SAFETY: as for Copy; the two ranges belong to different ranks' buffers, and the pair's other rank
-                // leaves both alone (the lower rank of a pair swaps).
-                unsafe { std::ptr::swap_nonoverlapping(a, b, len as usize) };
-                self.mine().tally().copied(2 * len);
+                for (at, len) in stretches(len, self.endpoint.share.stretch()) {
+                    self.pause(2 * len, wait)?;
+                    let (a, b) = (a.wrapping_add(at as usize), b.wrapping_add(at as usize));
+                    // SAFETY: as for Copy; the two ranges belong to different ranks' buffers, and the pair's other rank
+                    // leaves both alone (the lower rank of a pair swaps).
+                    unsafe { std::ptr::swap_nonoverlapping(a, b, len as usize) };
+                    self.mine().tally().copied(2 * len);
+                }
             }
         }
         Ok(())
@@ -606,6 +646,8 @@ struct WaitCtx<'a> {
     last_wait: u16,
     /// Some wait of the operation was not over soon.
     napped: bool,
+    /// Its stretches wait for their turns; a smaller one waits once, when it begins.
+    paced: bool,
 }
 
 /// Where the buffers of an operation lie. Atomic pointers only so that a lane can be moved between threads and looked at from

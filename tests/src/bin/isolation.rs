@@ -1,0 +1,249 @@
+//! What a neighbour does to a tenant's latency: `cargo xtask isolation`.
+//!
+//! The victim is a tenant of two ranks that calls `all_reduce` again and again; each call is timed. It is measured alone, then
+//! beside one neighbour after another: a tenant of two ranks in the same process. A neighbour is a line in [`NEIGHBOURS`].
+//! Nothing is asserted here: times are printed.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+use clap::Parser;
+use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use host_runtime::policy::{Rate, Share};
+use host_runtime::{DataType, ReduceOp};
+
+const RANKS: usize = 2;
+/// Tenant numbers.
+const VICTIM: u64 = 1;
+const NEIGHBOUR: u64 = 2;
+/// Bytes of the victim's calls: two whose latency matters, and one that wants all the bandwidth it can get.
+const CALLS: [usize; 3] = [1 << 10, 64 << 10, 16 << 20];
+/// Calls kept of one measurement.
+const MOST_CALLS: usize = 1 << 23;
+
+/// Who works beside the victim.
+struct Neighbour {
+    name: &'static str,
+    what: &'static str,
+    weight: u32,
+    bandwidth: Option<u64>,
+    /// Its number; the victim's own puts both into one account, which switches sharing off between them.
+    tenant: u64,
+    /// What its ranks do until they are aborted; bytes done are added up in the second argument.
+    work: fn(Communicator, &AtomicU64) -> Result<()>,
+}
+
+const FLOOD: Neighbour = Neighbour {
+    name: "flood",
+    what: "all_reduce of 64 MiB back to back, weight 100 as the victim",
+    weight: 100,
+    bandwidth: None,
+    tenant: NEIGHBOUR,
+    work: |comm, done| flood(comm, 64 << 20, done),
+};
+
+const NEIGHBOURS: &[Neighbour] = &[
+    FLOOD,
+    Neighbour {
+        name: "flood-16m",
+        what: "the same of 16 MiB",
+        work: |comm, done| flood(comm, 16 << 20, done),
+        ..FLOOD
+    },
+    Neighbour { name: "flood-light", what: "the flood with weight 25", weight: 25, ..FLOOD },
+    Neighbour { name: "flood-heavy", what: "the flood with weight 400", weight: 400, ..FLOOD },
+    Neighbour { name: "flood-capped", what: "the flood with a cap of 256 MiB/s", bandwidth: Some(256 << 20), ..FLOOD },
+    Neighbour { name: "flood-unshared", what: "the flood with sharing switched off", tenant: VICTIM, ..FLOOD },
+];
+
+/// Latency of a tenant's operations, alone and beside others.
+#[derive(Debug, Parser)]
+#[command(name = "isolation", max_term_width = 110)]
+struct Args {
+    /// Only beside this neighbour; may be given again
+    #[arg(long, value_name = "NAME")]
+    beside: Vec<String>,
+    /// How long each measurement takes, seconds
+    #[arg(long, value_name = "S", default_value_t = 3.0)]
+    seconds: f64,
+    /// How long the victim computes between two calls, microseconds
+    #[arg(long, value_name = "US", default_value_t = 0)]
+    gap: u64,
+    /// Print the neighbours and end
+    #[arg(long)]
+    list: bool,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    if args.list {
+        NEIGHBOURS.iter().for_each(|n| println!("{:<16} {}", n.name, n.what));
+        return ExitCode::SUCCESS;
+    }
+    let unknown = args.beside.iter().find(|name| NEIGHBOURS.iter().all(|n| n.name != **name));
+    if let Some(name) = unknown {
+        eprintln!("isolation: there is no neighbour {name}; --list prints those there are");
+        return ExitCode::from(2);
+    }
+    if !(args.seconds.is_finite() && (0.01..=3600.0).contains(&args.seconds)) {
+        eprintln!("isolation: a time from 0.01 to 3600 seconds is expected, not {}", args.seconds);
+        return ExitCode::from(2);
+    }
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("isolation: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let wanted = |n: &&Neighbour| args.beside.is_empty() || args.beside.iter().any(|name| name == n.name);
+    println!("# victim: all_reduce on {RANKS} ranks, weight 100, {} us between calls; times in microseconds", args.gap);
+    println!("# x: times the victim alone. GB/s: bytes of the vectors reduced in a second. part: victim / both");
+    println!(
+        "{:<16} {:>9} {:>8} {:>9} {:>9} {:>9} {:>7} {:>7} {:>7} {:>7} {:>7} {:>5}",
+        "beside", "bytes", "calls", "p50", "p99", "p99.9", "x", "x", "x", "GB/s", "its", "part"
+    );
+    let alone = CALLS.map(|bytes| victim(args, bytes));
+    let alone = alone.into_iter().collect::<Result<Vec<_>>>()?;
+    for (bytes, times) in CALLS.iter().zip(&alone) {
+        row("alone", *bytes, times, times, args.seconds, None);
+    }
+    for n in NEIGHBOURS.iter().filter(wanted) {
+        let done = Arc::new(AtomicU64::new(0));
+        let share = Share { weight: n.weight, bandwidth: n.bandwidth.map(Rate), ..Share::default() };
+        let (work, counted) = (n.work, done.clone());
+        let (ready, started) = std::sync::mpsc::channel();
+        let ended = Arc::new(AtomicBool::new(false));
+        let over = ended.clone();
+        let ranks = group(n.name, n.tenant, share, move |comm| {
+            let _ = ready.send(comm.abort_token().clone());
+            match work(comm, &counted) {
+                // It was told to end.
+                Err(_) if over.load(Ordering::Acquire) => Ok(()),
+                other => other,
+            }
+        })?;
+        let aborts: Vec<_> = (0..RANKS).map_while(|_| started.recv().ok()).collect();
+        for (bytes, alone) in CALLS.iter().zip(&alone) {
+            let before = done.load(Ordering::Relaxed);
+            let times = victim(args, *bytes)?;
+            row(n.name, *bytes, &times, alone, args.seconds, Some(done.load(Ordering::Relaxed) - before));
+        }
+        ended.store(true, Ordering::Release);
+        aborts.iter().for_each(|a| a.abort("the measurement is over"));
+        join(ranks).with_context(|| format!("the neighbour {}", n.name))?;
+    }
+    Ok(())
+}
+
+/// One tenant of [`RANKS`] threads.
+fn group<R: Send + 'static>(
+    name: &str,
+    tenant_id: u64,
+    share: Share,
+    body: impl Fn(Communicator) -> Result<R> + Clone + Send + 'static,
+) -> Result<Vec<JoinHandle<Result<R>>>> {
+    let mut config =
+        RuntimeConfig { tenant: name.into(), tenant_id, share, hbm_bytes: 1 << 30, ..RuntimeConfig::default() };
+    config.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
+    let open = move || {
+        let runtime = Runtime::open(config.clone())?;
+        match runtime.load_error() {
+            Some(e) => Err(anyhow!("{}", e.sentinel)),
+            None => Ok(runtime),
+        }
+    };
+    let first = open()?;
+    let id = first.unique_id(RANKS)?;
+    let mut first = Some(first);
+    let ranks = (0..RANKS).map(|rank| {
+        let (body, open, mine) = (body.clone(), open.clone(), first.take());
+        std::thread::spawn(move || {
+            let runtime = mine.map_or_else(open, Ok)?;
+            body(runtime.init_comm(CommOptions::with_id(id, rank, RANKS))?)
+        })
+    });
+    Ok(ranks.collect())
+}
+
+fn join<R>(ranks: Vec<JoinHandle<Result<R>>>) -> Result<Vec<R>> {
+    ranks.into_iter().map(|r| r.join().map_err(|_| anyhow!("a rank panicked"))?).collect()
+}
+
+/// Rank 0's times of calls of `bytes`, in nanoseconds, sorted.
+fn victim(args: &Args, bytes: usize) -> Result<Vec<u32>> {
+    let (gap, length) = (Duration::from_micros(args.gap), Duration::from_secs_f64(args.seconds));
+    // The number of the last call. Rank 0 sets it before it enters that call, so that the others know it when they leave it.
+    let last = Arc::new(AtomicU64::new(u64::MAX));
+    let ranks = group("victim", VICTIM, Share::default(), move |mut comm| {
+        let data = comm.tensor(bytes as u64)?;
+        let warm_up = if bytes > 1 << 20 { 10 } else { 1000 };
+        for _ in 0..warm_up {
+            comm.all_reduce(Io::in_place(&data), bytes as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
+        }
+        let mut times = Vec::with_capacity(MOST_CALLS);
+        let begun = Instant::now();
+        for call in 0.. {
+            let now = Instant::now();
+            if comm.rank() == 0 && (now - begun >= length || times.len() + 1 == MOST_CALLS) {
+                last.store(call, Ordering::Release);
+            }
+            comm.all_reduce(Io::in_place(&data), bytes as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
+            times.push(now.elapsed().as_nanos().min(u128::from(u32::MAX)) as u32);
+            if last.load(Ordering::Acquire) == call {
+                break;
+            }
+            let resume = Instant::now() + gap;
+            while Instant::now() < resume {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(times)
+    })?;
+    let mut times = join(ranks).context("the victim")?.swap_remove(0);
+    times.sort_unstable();
+    Ok(times)
+}
+
+/// Reduces `bytes` again and again.
+fn flood(mut comm: Communicator, bytes: u64, done: &AtomicU64) -> Result<()> {
+    let data = comm.tensor(bytes)?;
+    loop {
+        comm.all_reduce(Io::in_place(&data), bytes / 4, DataType::Fp32, ReduceOp::Sum)?;
+        if comm.rank() == 0 {
+            done.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+}
+
+fn row(name: &str, bytes: usize, times: &[u32], alone: &[u32], seconds: f64, neighbour: Option<u64>) {
+    let at = |times: &[u32], part: f64| {
+        let i = (times.len() as f64 * part) as usize;
+        f64::from(times[i.min(times.len() - 1)]) / 1000.0
+    };
+    let parts = [0.5, 0.99, 0.999];
+    let us = parts.map(|p| at(times, p));
+    let ratio = parts.map(|p| at(times, p) / at(alone, p));
+    let moved = (times.len() * bytes) as f64;
+    let (its, part) = neighbour.map_or(("-".into(), "-".into()), |n| {
+        (format!("{:.2}", n as f64 / seconds / 1e9), format!("{:.2}", moved / (moved + n as f64)))
+    });
+    println!(
+        "{name:<16} {bytes:>9} {:>8} {:>9.1} {:>9.1} {:>9.1} {:>7.1} {:>7.1} {:>7.1} {:>7.2} {its:>7} {part:>5}",
+        times.len(),
+        us[0],
+        us[1],
+        us[2],
+        ratio[0],
+        ratio[1],
+        ratio[2],
+        moved / seconds / 1e9
+    );
+}
