@@ -688,6 +688,12 @@ bandwidth = "4 GiB/s"
     }
 
     #[test]
+    fn a_key_with_which_anybody_can_sign_is_none() {
+        let e = "0".repeat(64).parse::<Signer>().unwrap_err();
+        assert!(e.contains("is no Ed25519 public key"), "{e}");
+    }
+
+    #[test]
     fn a_tenants_number_is_its_names() {
         let of = |name: &str| parse(&WHOLE.replacen("red", name, 1)).unwrap().tenant_id();
         assert!(of("red") == of("red") && of("red") != of("blue") && of("red") != 0);

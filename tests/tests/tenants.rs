@@ -437,6 +437,18 @@ fn a_share_of_a_core_is_all_that_a_plugin_gets() {
     assert!(e.contains("the call used more than its 500ms of guest time"), "{e}");
 }
 
+/// A bootstrap that has nowhere to listen says that it is the policy's doing.
+#[test]
+fn a_bootstrap_without_an_interface_names_the_key() {
+    let folder = Folder::new();
+    folder.put("nccom.wasm", zoo::built("nccom.wasm").unwrap());
+    let more = "allow = [{ file = \"nccom.wasm\" }]\n[network]\nlisten = [\"192.0.2.1:*\"]";
+    let rt = open(folder.policy("red", more), "nccom.wasm");
+    let e = rt.unique_id(2).unwrap_err().to_string();
+    assert!(e.contains("tenant red asked for an interface to listen on; network.listen grants 192.0.2.1:*"), "{e}");
+    assert_eq!(refusals(&rt), [("network.listen", 1)].into());
+}
+
 /// Two tenants at work side by side with the real library, each with what a bootstrap needs and no more.
 #[test]
 fn tenants_with_a_range_of_ports_work_side_by_side() {

@@ -425,7 +425,13 @@ impl Host for HostState {
     fn interfaces(&mut self) -> Trap<Vec<Netif>> {
         // Those that it may not listen on are of no use to it.
         let mut all = interfaces();
+        let some = !all.is_empty();
         all.retain(|i| decode(&i.address).is_ok_and(|a| self.grant.network.may_listen(a.ip(), 0)));
+        if some && all.is_empty() {
+            let grants = listed(&self.grant.network.listen);
+            let why = self.tenant.refuse("network.listen", "asked for an interface to listen on", grants);
+            self.note(why);
+        }
         Ok(all)
     }
 
