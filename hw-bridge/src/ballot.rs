@@ -144,8 +144,7 @@ impl Ballot {
 
     /// Decides, unless it was decided; answers what holds. To commit, all must be [`Phase::Ready`].
     pub fn decide(&self, wanted: Decision) -> Decision {
-        let set =
-            self.head().decision.compare_exchange(0, wanted as u32, Ordering::AcqRel, Ordering::Acquire);
+        let set = self.head().decision.compare_exchange(0, wanted as u32, Ordering::AcqRel, Ordering::Acquire);
         match set {
             Ok(_) => {
                 self.ring();
