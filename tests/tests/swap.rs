@@ -56,6 +56,24 @@ const SCHEMA_9: &str = "(local i32) (local.set 0 (call $original)) (i32.store of
 const OTHER_WIRE: &str =
     "(local i32) (local.set 0 (call $original)) (i32.store offset=20 (local.get 0) (i32.const 5)) (local.get 0)";
 
+/// `neuron-get-comm-info` of three ranks, with each of the original's rings the other way round.
+const OTHER_RINGS: &str = "(local i32 i32 i32 i32 i32)
+  (local.set 2 (call $original (local.get 0) (local.get 1)))
+  (local.set 3 (i32.load offset=76 (local.get 2)))
+  (local.set 5 (i32.add (local.get 3) (i32.mul (i32.const 20) (i32.load offset=80 (local.get 2)))))
+  (block (loop
+    (br_if 1 (i32.ge_u (local.get 3) (local.get 5)))
+    (local.set 4 (i32.load (local.get 3)))
+    (i32.store (local.get 3) (i32.load offset=4 (local.get 3)))
+    (i32.store offset=4 (local.get 3) (local.get 4))
+    (local.set 6 (i32.load offset=8 (local.get 3)))
+    (local.set 4 (i32.load offset=4 (local.get 6)))
+    (i32.store offset=4 (local.get 6) (i32.load offset=8 (local.get 6)))
+    (i32.store offset=8 (local.get 6) (local.get 4))
+    (local.set 3 (i32.add (local.get 3) (i32.const 20)))
+    (br 0)))
+  (local.get 2)";
+
 /// Ranks that reduce all the time, verifying every result.
 struct Job {
     tenant: String,
@@ -419,6 +437,59 @@ fn communicators_come_and_go_while_swaps_are_made() {
     assert!(committed > 0);
     assert_eq!(job.serves().1, committed);
     job.end();
+}
+
+/// The new plugin plans another ring: all ranks, on all lanes, take it between the same two operations; lanes that were idle
+/// meanwhile too. Ranks on different rings would tell at once.
+#[test]
+fn rings_change_on_all_ranks_between_the_same_two_operations() {
+    use std::collections::BTreeMap;
+    let streams: std::sync::Mutex<BTreeMap<usize, host_runtime::nrt::Stream>> = Default::default();
+    let usual: Arc<std::sync::OnceLock<Arc<Vec<Vec<usize>>>>> = Arc::default();
+    let first = usual.clone();
+    let job = Job::start_with(
+        "rings",
+        3,
+        |_, c| c.algorithm = Some(host_runtime::enc::Algorithm::Ring),
+        move |comm, op| {
+            let (rank, n) = (comm.rank(), comm.nranks() as u32);
+            first.get_or_init(|| comm.rings());
+            let t = Arc::new(comm.tensor(4096).unwrap());
+            let ones = || t.write(0, &1u32.to_le_bytes().repeat(1024)).unwrap();
+            let sums = || {
+                let mut out = vec![0; 4096];
+                t.read(0, &mut out).unwrap();
+                assert_eq!(out, n.to_le_bytes().repeat(1024));
+            };
+            ones();
+            comm.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+            sums();
+            // The stream's lane is idle most of the time.
+            if op % 16 == 0 {
+                let taken = streams.lock().unwrap().remove(&rank);
+                let mut stream = taken.unwrap_or_else(|| comm.stream(0).unwrap());
+                ones();
+                stream
+                    .all_reduce(Buffers::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum)
+                    .unwrap()
+                    .wait()
+                    .unwrap();
+                sums();
+                streams.lock().unwrap().insert(rank, stream);
+            }
+        },
+    );
+    let (other, same) = (build("other-ring", &[("neuron-get-comm-info", OTHER_RINGS)]), build("usual-ring", &[]));
+    for _ in 0..10 {
+        job.commits(&job.order(&other));
+        job.commits(&job.order(&same));
+    }
+    job.commits(&job.order(&other));
+    for comm in job.end() {
+        let other: Vec<Vec<usize>> = usual.get().unwrap().iter().map(|r| vec![r[0], r[2], r[1]]).collect();
+        assert_eq!(*comm.rings(), other);
+        assert_eq!(comm.info().rings.len(), other.len());
+    }
 }
 
 /// The new plugin traps within probation: all ranks go back, also those where it did not.
