@@ -88,7 +88,7 @@ pub enum Error {
         waited: std::time::Duration,
     },
     /// A hot swap was not made.
-    #[error("tenant {tenant} was not swapped: {reason}; the plugin it had runs on")]
+    #[error("tenant {tenant} was not swapped: {reason}")]
     Swap {
         /// The tenant.
         tenant: String,

@@ -145,7 +145,7 @@ pub fn cancel(tenant: &str) -> Result<usize, Error> {
     for (stream, status) in meet(tenant)? {
         match control::ask_on(&stream, &Question::Cancel, &[]) {
             Ok(Answer::Done) => done += 1,
-            Ok(Answer::Refused(reason)) => why = format!("pid {}: {reason}", status.pid),
+            Ok(Answer::Refused(reason)) => why = format!("there is nothing to cancel on pid {}: {reason}", status.pid),
             Ok(_) => why = format!("pid {} answered something else", status.pid),
             Err(e) => why = format!("pid {}: {e}", status.pid),
         }
