@@ -90,6 +90,24 @@ pub enum Error {
         /// How long was waited.
         waited: std::time::Duration,
     },
+    /// A swap held the control plane for longer than the call could wait.
+    #[error(
+        "{entry} was not called: a hot swap has kept the tenant's control plane shut for {waited:?}; call it again"
+    )]
+    Frozen {
+        /// The entry.
+        entry: &'static str,
+        /// How long was waited.
+        waited: std::time::Duration,
+    },
+    /// A hot swap was not made.
+    #[error("tenant {tenant} was not swapped: {reason}")]
+    Swap {
+        /// The tenant.
+        tenant: String,
+        /// Who refused and why, and what to do.
+        reason: String,
+    },
     /// This process was forked from the one that owns what was used.
     #[error(
         "{what} belongs to the process that this one was forked from; use it there, or open a runtime and a communicator of its own after an exec"
@@ -156,9 +174,10 @@ impl Error {
             | Error::NotLoaded { .. }
             | Error::Stopped { .. }
             | Error::Supervised { .. }
+            | Error::Swap { .. }
             | Error::Reentered { .. } => Status::FAILURE,
             Error::Entry { status, .. } | Error::Group { status, .. } => *status,
-            Error::Busy { .. } | Error::Connecting { .. } => Status::TIMEOUT,
+            Error::Busy { .. } | Error::Frozen { .. } | Error::Connecting { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
             Error::Op(
                 OpError::Mismatch { .. }

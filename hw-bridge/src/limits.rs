@@ -49,6 +49,10 @@ pub const CAP_BURST: Duration = Duration::from_millis(10);
 pub const MAX_CAP_WAIT: Duration = Duration::from_secs(4);
 /// Bytes of the sentence a failing rank leaves for its peers.
 pub const REASON_BYTES: usize = 960;
+/// Participants of one ballot.
+pub const MAX_VOTERS: usize = 256;
+/// How often who waits for a ballot offers its core to others before it sleeps.
+pub const BALLOT_YIELDS: u32 = 50;
 /// Steps of one schedule; the step number shares a word with the sequence number.
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.

@@ -4,7 +4,7 @@
 //! that says what stopped it. Nothing the host needs for data in flight is inside.
 
 use std::cell::{Cell, RefCell};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
 use wasmtime::Store;
@@ -46,6 +46,7 @@ pub struct Instance {
     tenant: Arc<Tenant>,
     busy: Mutex<bool>,
     idle: Condvar,
+    unwanted: Arc<OnceLock<String>>,
     inner: Mutex<Inner>,
     /// Made anew when it is called after it stopped: it keeps nothing from one call to the next.
     renewable: bool,
@@ -107,6 +108,7 @@ impl Instance {
             tenant: tenant.clone(),
             busy: Mutex::new(false),
             idle: Condvar::new(),
+            unwanted: store.data().unwanted.clone(),
             inner: Mutex::new(Inner { store, instance, stopped: None }),
             renewable,
         })
@@ -281,6 +283,15 @@ impl Instance {
                 store.data_mut().release();
                 Err(self.stop_error(entry, cause, causes))
             }
+        }
+    }
+
+    /// Ends the call under way, if there is one, when the guest is next looked at; its caller reads why. The instance serves
+    /// no more calls then.
+    pub(crate) fn end_call(&self, why: &str) {
+        if *lock(&self.busy) {
+            // The first reason stays.
+            let _ = self.unwanted.set(why.into());
         }
     }
 
