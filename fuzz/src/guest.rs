@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock};
 use host_runtime::plugin::{Kind, Library};
 use hw_bridge::device::IncrementRegister;
 use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
-use nccom::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
-use nccom::connect::P2pInfo;
-use nccom::peers::{PeerRecord, RECORD_BYTES};
-use nccom::rings::{Layout, TOPO_RANKS_BYTES, TopoRanks, pods, postset};
-use nccom::search::{self, Graph, RUNTIME_NAME};
-use nccom::topo::{Facts, Family, System, xml};
+use nccom_core::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
+use nccom_core::connect::P2pInfo;
+use nccom_core::peers::{PeerRecord, RECORD_BYTES};
+use nccom_core::rings::{Layout, TOPO_RANKS_BYTES, TopoRanks, pods, postset};
+use nccom_core::search::{self, Graph, RUNTIME_NAME};
+use nccom_core::topo::{Facts, Family, System, xml};
 
 /// Facts by a byte: every family there is, with one and two cores in a logical one.
 fn facts(byte: u8) -> Facts {
@@ -56,7 +56,7 @@ pub fn topology(data: &[u8]) {
 pub fn graph(data: &[u8]) {
     static SYSTEM: OnceLock<System> = OnceLock::new();
     let system = SYSTEM.get_or_init(|| {
-        let text = include_str!("../../plugins/nccom/src/topo/testdata/topo_4p1h.xml");
+        let text = include_str!("../../plugins/nccom-core/src/topo/testdata/topo_4p1h.xml");
         let mut system = System::from_document(text, Facts::default(), true).expect("the document is a published one");
         system.prepare();
         system

@@ -8,8 +8,8 @@
 //! |---|---|---|
 //! | `table` | `WCCL_TUNE_FILE` | `enc::table` |
 //! | `schedule` | a compiler of schedules gone wrong | `Schedule::seal`, `enc::check` |
-//! | `topology`, `graph` | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom::topo`, `nccom::search` |
-//! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom::bootstrap::wire` and the records |
+//! | `topology`, `graph` | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom_core::topo`, `nccom_core::search` |
+//! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom_core::bootstrap::wire` and the records |
 //! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
 //! | `loader` | a plugin file | `host_runtime::plugin` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |

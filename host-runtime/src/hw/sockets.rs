@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wasmtime::component::Resource;
 
-use super::objects::{ConnectionObject, ListenerObject};
+use super::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
 use super::{Answer, Trap};
 use crate::bindings::neuron::hw::sockets::{Host, Netif};
 use crate::limits::{ADDRESS_BYTES, byte_list};
 use crate::plugin::HostState;
 use crate::status::Status;
+use crate::tenant::lock;
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
@@ -379,6 +380,82 @@ impl HostState {
     }
 }
 
+/// A socket's object, and its place among what is parked.
+trait Socket: Sized + Send + 'static {
+    const WHAT: &'static str;
+    fn park(self) -> Parked;
+    /// The object, or what it is instead.
+    fn unpark(parked: Parked) -> Result<Self, Parked>;
+}
+
+impl Socket for ConnectionObject {
+    const WHAT: &'static str = "connection";
+
+    fn park(self) -> Parked {
+        Parked::Connection(self)
+    }
+
+    fn unpark(parked: Parked) -> Result<Self, Parked> {
+        if let Parked::Connection(c) = parked { Ok(c) } else { Err(parked) }
+    }
+}
+
+impl Socket for ListenerObject {
+    const WHAT: &'static str = "listener";
+
+    fn park(self) -> Parked {
+        Parked::Listener(self)
+    }
+
+    fn unpark(parked: Parked) -> Result<Self, Parked> {
+        if let Parked::Listener(l) = parked { Ok(l) } else { Err(parked) }
+    }
+}
+
+impl HostState {
+    fn do_park<T: Socket>(
+        &mut self,
+        comm: &Resource<CommunicatorObject>,
+        slot: u32,
+        handle: Resource<T>,
+    ) -> Trap<Answer<()>> {
+        let comm = self.comm(comm)?;
+        // Given away by the guest: whatever happens, it is not the instance's any more.
+        let socket =
+            self.remove(handle).ok_or_else(|| wasmtime::format_err!("a handle that was given is not there"))?;
+        self.sockets -= 1;
+        let most = self.tenant.limits.sockets;
+        let mut parked = lock(&comm.parked);
+        if parked.contains_key(&slot) {
+            return Ok(Err(self.fail(Status::INVALID, format!("slot {slot} of communicator {} is taken", comm.id))));
+        }
+        if parked.len() >= most {
+            let why = format!("communicator {} already keeps {most} parked sockets", comm.id);
+            return Ok(Err(self.fail(Status::RESOURCE, why)));
+        }
+        parked.insert(slot, socket.park());
+        Ok(Ok(()))
+    }
+
+    fn do_unpark<T: Socket>(&mut self, comm: &Resource<CommunicatorObject>, slot: u32) -> Trap<Answer<Resource<T>>> {
+        let comm = self.comm(comm)?;
+        if let Err(s) = self.socket_quota() {
+            return Ok(Err(s));
+        }
+        let mut parked = lock(&comm.parked);
+        let found = match parked.remove(&slot).map(T::unpark) {
+            Some(Ok(socket)) => socket,
+            other => {
+                // One of the other kind stays.
+                parked.extend(other.and_then(Result::err).map(|p| (slot, p)));
+                let why = format!("slot {slot} of communicator {} holds no {}", comm.id, T::WHAT);
+                return Ok(Err(self.fail(Status::INVALID_HANDLE, why)));
+            }
+        };
+        Ok(self.add(found).inspect(|_| self.sockets += 1))
+    }
+}
+
 fn peer_name(stream: &TcpStream) -> String {
     stream.peer_addr().map_or_else(|_| "(gone)".into(), |a| a.to_string())
 }
@@ -460,6 +537,36 @@ impl Host for HostState {
             return Ok(Err(self.fail(Status::INVALID, why)));
         }
         self.do_recv(&connection, bytes, ms)
+    }
+
+    fn park(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        slot: u32,
+        connection: Resource<ConnectionObject>,
+    ) -> Trap<Answer<()>> {
+        self.do_park(&comm, slot, connection)
+    }
+
+    fn unpark(&mut self, comm: Resource<CommunicatorObject>, slot: u32) -> Trap<Answer<Resource<ConnectionObject>>> {
+        self.do_unpark(&comm, slot)
+    }
+
+    fn park_listener(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        slot: u32,
+        listener: Resource<ListenerObject>,
+    ) -> Trap<Answer<()>> {
+        self.do_park(&comm, slot, listener)
+    }
+
+    fn unpark_listener(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        slot: u32,
+    ) -> Trap<Answer<Resource<ListenerObject>>> {
+        self.do_unpark(&comm, slot)
     }
 }
 

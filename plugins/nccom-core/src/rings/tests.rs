@@ -29,7 +29,8 @@ fn join_all(graphs: &[Graph], layout: &Layout, order: &[usize], family: Family) 
             TopoRanks::decode(&mine.encode()).unwrap()
         })
         .collect();
-    (0..layout.ranks()).map(|r| postset(&records, layout, order, family, r as i32).unwrap()).collect()
+    let joined = |r: usize| postset(&records, layout, order, family, r as i32).unwrap();
+    (0..layout.ranks()).map(joined).map(|c| Channels { rings: doubled(&c.rings), ..c }).collect()
 }
 
 fn check_rings(views: &[Channels]) {
