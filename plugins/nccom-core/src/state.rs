@@ -98,10 +98,11 @@ impl<'a> Reader<'a> {
         if n > most { Err(bad(&format!("{n} {what}, at most {most} can be"))) } else { Ok(n) }
     }
 
-    /// A rank or accelerator of `width` bytes.
+    /// A rank or accelerator of `width` bytes; each schema holds what the other can.
     fn number(&mut self, width: usize) -> Result<i32, Failure> {
         let b = self.take(width)?;
-        Ok(if width == 2 { i32::from(u16::from_le_bytes([b[0], b[1]])) } else { u32_at(b, 0) as i32 })
+        let n = if width == 2 { u32::from(u16::from_le_bytes([b[0], b[1]])) } else { u32_at(b, 0) };
+        if n < MAX_RANKS { Ok(n as i32) } else { Err(bad(&format!("it names rank or accelerator {n}"))) }
     }
 
     fn list(&mut self, most: usize, width: usize) -> Result<Vec<i32>, Failure> {
