@@ -460,7 +460,14 @@ impl Plan {
 
     /// Leaves the sockets with the host, for whoever goes on: a successor, or this instance again.
     pub fn park(&mut self, comm: &Communicator) -> Result<(), Failure> {
-        let Wires::Held(group) = std::mem::replace(&mut self.wires, Wires::Gone) else { return Ok(()) };
+        let group = match std::mem::replace(&mut self.wires, Wires::Gone) {
+            Wires::Held(group) => group,
+            // Nobody has needed them since the last time.
+            other => {
+                self.wires = other;
+                return Ok(());
+            }
+        };
         // The listener has slot 0.
         let mut conns = 1..;
         let listener = |l| sockets::park_listener(comm, 0, l).map(|()| 0).map_err(Failure::from);

@@ -4,6 +4,7 @@ use nccom_core::rings::{Ring, both_ways_and_strided};
 use nccom_core::{Library, Release};
 
 /// This release.
+#[derive(Debug)]
 pub struct NccomNext;
 
 impl Release for NccomNext {

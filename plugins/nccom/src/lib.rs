@@ -4,6 +4,7 @@ use nccom_core::rings::{Ring, doubled};
 use nccom_core::{Library, Release};
 
 /// This release.
+#[derive(Debug)]
 pub struct Nccom;
 
 impl Release for Nccom {

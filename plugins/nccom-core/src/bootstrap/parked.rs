@@ -138,3 +138,107 @@ impl Group<Slots> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Sockets;
+    use super::super::root::{Duty, serve};
+    use super::super::std_sockets::{StdConn, StdSockets, loopback};
+    use super::super::wire::Kind;
+    use super::*;
+    use crate::bootstrap::group::Join;
+    use crate::state::{self, State};
+    use std::collections::BTreeMap;
+
+    /// A host's table.
+    #[derive(Default)]
+    struct Host {
+        conns: BTreeMap<u32, StdConn>,
+        listener: Option<std::net::TcpListener>,
+    }
+
+    /// Parks a group, carries the state over as bytes, and takes the sockets back.
+    fn moved(group: Group<StdSockets>, schema: u32) -> Group<StdSockets> {
+        let mut host = Host::default();
+        let head = Head {
+            rank: group.rank,
+            nranks: group.nranks,
+            dev: 0,
+            timeout_ms: group.timeout_ms,
+            cluster_id: group.cluster_id,
+            epoch: group.epoch,
+        };
+        let mut slots = 1..;
+        let parked: Group<Slots> = group
+            .exchange(
+                |l| {
+                    host.listener = Some(l);
+                    Ok(0)
+                },
+                |c| {
+                    let slot = slots.next().unwrap();
+                    host.conns.insert(slot, c);
+                    Ok(slot)
+                },
+            )
+            .unwrap();
+        let record = |r: usize| {
+            let mut b = [0; crate::peers::RECORD_BYTES];
+            b[..4].copy_from_slice(&(r as u32).to_le_bytes());
+            crate::peers::PeerRecord::decode(&b, r).unwrap()
+        };
+        let records: Vec<_> = (0..head.nranks).map(record).collect();
+        let bytes = state::encode(schema, &head, &records, None, Some(&parked));
+        let parked = State::decode(schema, &bytes).unwrap().wires.unwrap();
+        let back = parked.exchange(|_| Ok(host.listener.take().unwrap()), |c| Ok(host.conns.remove(&c).unwrap()));
+        let back = back.unwrap();
+        assert!(host.conns.is_empty(), "every socket was taken back");
+        back
+    }
+
+    #[test]
+    fn a_group_moves_in_the_middle_of_everything() {
+        for schema in state::READ {
+            let n = 3;
+            let l = StdSockets.listen(&loopback(), 5000).unwrap();
+            let root = StdSockets.local(&l).unwrap();
+            let duty = Duty { nranks: n as u32, timeout_ms: 10_000 };
+            let serving = std::thread::spawn(move || serve(&StdSockets, &l, duty, 0xC1, 77));
+            let joining: Vec<_> = (0..n)
+                .map(|rank| {
+                    std::thread::spawn(move || {
+                        let j = Join { root, interface: loopback(), rank, nranks: n, hash: None, timeout_ms: 10_000 };
+                        Group::join(&StdSockets, &j).unwrap()
+                    })
+                })
+                .collect();
+            let mut all: Vec<_> = joining.into_iter().map(|t| t.join().unwrap()).collect();
+            serving.join().unwrap().unwrap();
+            let s = StdSockets;
+            let [a, b, c] = &mut all[..] else { panic!("three ranks") };
+            // From rank 1: a message that was received in half. From rank 2: one whose connection nobody has accepted.
+            b.send(&s, 0, b"first", "x").unwrap();
+            assert_eq!(a.recv(&s, 1, 5, "x").unwrap(), b"first");
+            let conn = b.send[0].as_ref().unwrap();
+            let whole = [&Header { kind: Kind::Data, len: 6 }.encode()[..], b"second"].concat();
+            s.send(conn, &whole[..18], 1000).unwrap();
+            a.timeout_ms = 100;
+            assert!(a.recv(&s, 1, 6, "x").is_err());
+            a.timeout_ms = 10_000;
+            assert!(a.recv[1].as_ref().unwrap().1.is_some(), "half a message is under way");
+            c.send(&s, 0, b"third", "x").unwrap();
+            let a = all.remove(0);
+            let mut a = moved(a, schema);
+            s.send(all[0].send[0].as_ref().unwrap(), &whole[18..], 1000).unwrap();
+            assert_eq!(a.recv(&s, 1, 6, "x").unwrap(), b"second");
+            assert_eq!(a.recv(&s, 2, 5, "x").unwrap(), b"third");
+            // The ring goes on as well.
+            let rest: Vec<_> = all
+                .into_iter()
+                .map(|mut g| std::thread::spawn(move || g.all_gather(&StdSockets, &[g.rank as u8], "y").unwrap()))
+                .collect();
+            assert_eq!(a.all_gather(&s, &[0], "y").unwrap(), [0, 1, 2]);
+            rest.into_iter().for_each(|t| assert_eq!(t.join().unwrap(), [0, 1, 2]));
+        }
+    }
+}
