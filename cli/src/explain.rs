@@ -189,7 +189,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let policy = m.comm.policy();
-    let rings = m.comm.rings();
+    let rings = &*m.comm.rings();
     progress.print(&format!(
         "# {}; numbers are of the busiest rank; bytes are counted once read and once written",
         job.sweep.about(n, job.memory)

@@ -1,29 +1,27 @@
 //! A tenant under load: a group of ranks, threads of this process, that run all-reduce without a pause and check every
 //! element of every result, while the transport under them is swapped. For the demo's second act and the test of swaps.
 //!
-//! What a rank is to do next comes with the data: rank 0 puts a word into the first element, the others nothing, so all
-//! ranks learn it in the same round.
+//! That it is time to stop comes with the data: rank 0 puts it into the first element, the others nothing, so all ranks
+//! learn it in the same round.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
+use host_runtime::swap::{Order, coordinate};
 use host_runtime::{DataType, ReduceOp};
 
 /// How long a rank may take for what it is told.
 const PATIENCE: Duration = Duration::from_secs(60);
-const GO_ON: u32 = 0;
-const STOP: u32 = 1;
-/// And above: swap to the release of this number less this one.
-const SWAP: u32 = 2;
 
 /// A group under load.
 #[derive(Debug)]
 pub struct Load {
+    tenant: String,
     ranks: Vec<JoinHandle<anyhow::Result<Tally>>>,
     shared: Arc<Shared>,
 }
@@ -31,14 +29,10 @@ pub struct Load {
 #[derive(Debug, Default)]
 struct Shared {
     /// What rank 0 hands on in its next round.
-    word: AtomicU32,
+    stop: AtomicBool,
     rounds: AtomicU64,
     /// Rank 0's time in collectives.
     nanos: AtomicU64,
-    /// The longest pause of any rank in the swap under way.
-    pause: AtomicU64,
-    /// Ranks that are through with the swap under way.
-    swapped: AtomicU32,
     failed: AtomicBool,
 }
 
@@ -80,27 +74,25 @@ impl Mark {
 }
 
 impl Load {
-    /// Starts `n` ranks of a tenant, each with a runtime of its own, on messages of `count` fp32 elements. They swap between
-    /// `releases`, of which the first is what they begin with.
+    /// Starts `n` ranks of a tenant, each with a runtime of its own, on messages of `count` fp32 elements.
     ///
     /// # Errors
     /// There is no port or no thread.
-    pub fn start(config: &RuntimeConfig, n: usize, count: usize, releases: &[PathBuf]) -> anyhow::Result<Load> {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).context("finding a port")?;
+    pub fn start(config: &RuntimeConfig, n: usize, count: usize) -> anyhow::Result<Load> {
+        let root = std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).context("finding a port")?;
         let shared = Arc::new(Shared::default());
         let mut ranks = Vec::with_capacity(n);
         for rank in 0..n {
-            let config = RuntimeConfig { plugin: releases.first().cloned(), ..config.clone() };
-            let (shared, releases) = (shared.clone(), releases.to_vec());
+            let (config, shared) = (config.clone(), shared.clone());
             let name = format!("{}-{rank}", config.tenant);
             let spawned = std::thread::Builder::new().name(name).spawn(move || {
-                let ran = run(config, &format!("{port}"), rank, n, count, &releases, &shared);
+                let ran = run(config, &root.to_string(), rank, n, count, &shared);
                 shared.failed.fetch_or(ran.is_err(), Ordering::Relaxed);
                 ran.with_context(|| format!("rank {rank}"))
             });
             ranks.push(spawned.context("starting a rank")?);
         }
-        Ok(Load { ranks, shared })
+        Ok(Load { tenant: config.tenant.clone(), ranks, shared })
     }
 
     /// What has been done so far.
@@ -118,17 +110,21 @@ impl Load {
         self.wait("the rounds", || self.shared.rounds.load(Ordering::Relaxed) >= until)
     }
 
-    /// Swaps the transport of all ranks to release `to`. Answers the longest pause of any rank.
+    /// Swaps the transport of all ranks to the one in `file`. Answers the longest time that operations stood still on a rank.
     ///
     /// # Errors
-    /// A rank failed, or they take too long.
-    pub fn swap(&self, to: usize) -> anyhow::Result<Duration> {
-        let s = &self.shared;
-        s.pause.store(0, Ordering::Relaxed);
-        s.swapped.store(0, Ordering::Relaxed);
-        s.word.store(SWAP + to as u32, Ordering::Release);
-        self.wait("a swap", || s.swapped.load(Ordering::Acquire) as usize == self.ranks.len())?;
-        Ok(Duration::from_nanos(s.pause.load(Ordering::Relaxed)))
+    /// The swap was refused; the reason.
+    pub fn swap(&self, file: &Path) -> anyhow::Result<Duration> {
+        // The next one may follow at once.
+        let order = Order { probation: Duration::ZERO, ..Order::transport(&self.tenant, file) };
+        let report = coordinate(&order)?;
+        if !report.committed {
+            bail!("the swap of tenant {} was refused: {}", self.tenant, report.reason);
+        }
+        if report.members.len() != self.ranks.len() {
+            bail!("{} of {} ranks took part in the swap", report.members.len(), self.ranks.len());
+        }
+        Ok(report.pause())
     }
 
     /// Ends the group. Answers what all ranks did; with nothing lost, all have done the same number of operations.
@@ -136,7 +132,7 @@ impl Load {
     /// # Errors
     /// The first rank's that failed.
     pub fn stop(self) -> anyhow::Result<Vec<Tally>> {
-        self.shared.word.store(STOP, Ordering::Release);
+        self.shared.stop.store(true, Ordering::Release);
         let ended = self.ranks.into_iter().map(|t| t.join().unwrap_or_else(|_| bail!("a rank panicked")));
         ended.collect::<Vec<_>>().into_iter().collect()
     }
@@ -162,7 +158,6 @@ fn run(
     rank: usize,
     n: usize,
     count: usize,
-    releases: &[PathBuf],
     shared: &Shared,
 ) -> anyhow::Result<Tally> {
     let runtime = Runtime::open(config)?;
@@ -174,39 +169,31 @@ fn run(
     let mut tally = Tally::default();
     let mut bytes = vec![0u8; count * 4];
     loop {
-        let mine = if rank == 0 { shared.word.swap(GO_ON, Ordering::AcqRel) } else { GO_ON };
-        let (word, seconds) = round(&mut comm, &t, &mut bytes, mine, &mut tally)?;
+        let stop = rank == 0 && shared.stop.load(Ordering::Acquire);
+        let (stop, seconds) = round(&mut comm, &t, &mut bytes, stop, &mut tally)?;
         if rank == 0 {
             shared.nanos.fetch_add((seconds * 1e9) as u64, Ordering::Relaxed);
             shared.rounds.fetch_add(1, Ordering::Relaxed);
         }
-        match word {
-            GO_ON => {}
-            STOP => return Ok(tally),
-            to => {
-                let path = releases.get((to - SWAP) as usize).context("a swap to a release that is not there")?;
-                let begin = Instant::now();
-                runtime.replace_library(path, &[&comm])?;
-                shared.pause.fetch_max(begin.elapsed().as_nanos() as u64, Ordering::Relaxed);
-                shared.swapped.fetch_add(1, Ordering::Release);
-            }
+        if stop {
+            return Ok(tally);
         }
     }
 }
 
-/// One checked all-reduce. Answers the word that rank 0 sent along, and the seconds of the operation.
+/// One checked all-reduce. Answers whether rank 0 says that it is the last, and the seconds of the operation.
 fn round(
     comm: &mut Communicator,
     t: &Tensor,
     bytes: &mut [u8],
-    word: u32,
+    stop: bool,
     tally: &mut Tally,
-) -> anyhow::Result<(u32, f64)> {
+) -> anyhow::Result<(bool, f64)> {
     let (rank, n, turn) = (comm.rank() as u64, comm.nranks() as u64, tally.done);
     // Whole numbers far below 2^24: sums are exact in any order.
     let value = |i: usize, rank: u64| ((turn + i as u64) % 1021 * (rank + 1)) as f32;
     for (i, b) in bytes.chunks_exact_mut(4).enumerate() {
-        b.copy_from_slice(&if i == 0 { word as f32 } else { value(i, rank) }.to_le_bytes());
+        b.copy_from_slice(&if i == 0 { f32::from(u8::from(stop)) } else { value(i, rank) }.to_le_bytes());
     }
     t.write(0, bytes)?;
     let begin = Instant::now();
@@ -214,11 +201,11 @@ fn round(
     let seconds = begin.elapsed().as_secs_f64();
     t.read(0, bytes)?;
     let mut sums = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    let word = sums.next().unwrap_or(0.0) as u32;
+    let stop = sums.next().is_some_and(|v| v != 0.0);
     let ranks = (n * (n + 1) / 2) as f32;
     tally.wrong += sums.enumerate().filter(|(i, v)| *v != value(i + 1, 0) * ranks).count() as u64;
     tally.done += 1;
-    Ok((word, seconds))
+    Ok((stop, seconds))
 }
 
 /// Operations that some ranks have done and others have not, and wrong elements.

@@ -4,7 +4,7 @@
 //!
 //! | room | owns |
 //! |---|---|
-//! | `demo`, `bench`, `peer`, `run`, `plugin`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `demo`, `bench`, `peer`, `run`, `plugin`, `swap`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
 //! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
 //! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
@@ -32,6 +32,7 @@ mod plugin;
 mod reference;
 mod run;
 mod size;
+mod swap;
 mod sweep;
 mod term;
 mod top;
@@ -52,6 +53,7 @@ Examples:
   wccl run -r 4 --tag -- ./my-program ARGS   Start a program once per rank
   wccl plugin inspect target/plugins/nccom.wasm
   wccl plugin check my-plugin.wasm           Would this host load it, and if not why
+  wccl swap start default --plugin new.wasm  Replace the plugin of a running job
   wccl top                                   What the ranks on this machine are doing
   wccl info                                  The modelled server, the plugin, the limits
 
@@ -79,6 +81,9 @@ enum Command {
     /// Look into a plugin, or ask whether this host would load it
     #[command(subcommand)]
     Plugin(plugin::Command),
+    /// Replace the plugin of a running job, on all its ranks or on none
+    #[command(subcommand)]
+    Swap(swap::Command),
     /// The modelled server, the default plugin, limits and granted variables
     Info(info::Args),
     /// What the ranks on this machine are doing right now
@@ -133,6 +138,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(a) => bench::start(&a, log),
         Command::Run(a) => run::start(&a),
         Command::Plugin(c) => plugin::start(&c),
+        Command::Swap(c) => swap::start(&c),
         Command::Info(a) => info::start(&a),
         Command::Top(a) => top::start(&a),
         Command::Worker(a) => worker::start(&a),

@@ -77,6 +77,24 @@ pub enum Error {
         /// How long was waited.
         waited: std::time::Duration,
     },
+    /// A swap held the control plane for longer than the call could wait.
+    #[error(
+        "{entry} was not called: a hot swap has kept the tenant's control plane shut for {waited:?}; call it again"
+    )]
+    Frozen {
+        /// The entry.
+        entry: &'static str,
+        /// How long was waited.
+        waited: std::time::Duration,
+    },
+    /// A hot swap was not made.
+    #[error("tenant {tenant} was not swapped: {reason}; the plugin it had runs on")]
+    Swap {
+        /// The tenant.
+        tenant: String,
+        /// Who refused and why, and what to do.
+        reason: String,
+    },
     /// This process was forked from the one that owns what was used.
     #[error(
         "{what} belongs to the process that this one was forked from; use it there, or open a runtime and a communicator of its own after an exec"
@@ -139,11 +157,12 @@ impl Error {
         use hw_bridge::sequencer::OpError;
         match self {
             Error::Usage(_) | Error::Config(_) => Status::INVALID,
+            Error::Swap { .. } => Status::FAILURE,
             Error::Plugin { .. } | Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Reentered { .. } => {
                 Status::FAILURE
             }
             Error::Entry { status, .. } | Error::Group { status, .. } => *status,
-            Error::Busy { .. } | Error::Connecting { .. } => Status::TIMEOUT,
+            Error::Busy { .. } | Error::Frozen { .. } | Error::Connecting { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
             Error::Op(
                 OpError::Mismatch { .. }

@@ -13,14 +13,16 @@
 //! | [`net`] | binding a net component |
 //! | [`plugin`] | compiling, caching, instantiating components; limits; traps |
 //! | [`policy`] | what an operator lets a tenant do, in one file |
+//! | [`control`] | the socket on which operators ask of a running tenant |
 //! | [`message`] | messages between processes of this machine |
 //! | [`tenant`] | what a tenant may use and has used |
-//! | [`swap`] | replacing a library under running communicators |
+//! | [`swap`] | replacing a tenant's library under running communicators |
 //!
 //! This is the only crate that names the WebAssembly runtime.
 
 pub mod abort;
 pub mod bindings;
+pub mod control;
 pub mod enc;
 pub mod error;
 pub mod forward;

@@ -56,6 +56,12 @@ pub const MAX_POLICY_BYTES: usize = 64 << 10;
 pub const MAX_MESSAGE_BYTES: usize = 5 << 20;
 /// Descriptors that go with one message.
 pub const MAX_MESSAGE_FDS: usize = 64;
+/// How long a question on a control socket, and its answer, may take.
+pub const MESSAGE_PATIENCE: Duration = Duration::from_secs(2);
+/// Visitors of a control socket at a time.
+pub const MAX_VISITORS: usize = 16;
+/// Bytes of a tenant's name that stand in the name of its sockets as they are.
+pub const MAX_TENANT_TAG: usize = 40;
 /// Bytes of the text of a choice table.
 pub const MAX_TABLE_BYTES: usize = 1 << 20;
 /// Rows of a choice table: each is compared with all before it when it is read.

@@ -55,7 +55,42 @@ pub(crate) fn open(tenant: &Arc<Tenant>, path: Option<&Path>) {
     *lock(&tenant.net) = state;
 }
 
+/// Loads a net component beside the one that serves, and brings it as far as that one is.
+///
+/// # Errors
+/// Why it cannot take over.
+pub(crate) fn prepare(tenant: &Arc<Tenant>, path: &Path) -> Result<Arc<NetLibrary>, String> {
+    let named = |why: String| format!("net plugin {}: {why}", path.display());
+    let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
+    let bytes = crate::plugin::read(path).map_err(named)?;
+    let library = Library::link(&name, &bytes, Kind::Net, &[]).map_err(named)?;
+    let new = Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() });
+    new.bind(tenant).map_err(named)?;
+    let old = match &*lock(&tenant.net) {
+        NetState::Open(l) => Some(l.clone()),
+        _ => None,
+    };
+    if old.is_some_and(|l| lock(&l.bound).is_some()) {
+        let answer = new.call::<(), Result<(), NcclError>>("ncclNet.init", "init", ()).map_err(named)?;
+        answer.map_err(|e| named(format!("ncclNet.init answered {}", e.name())))?;
+    } else {
+        // A library binds it when it wants it.
+        *lock(&new.bound) = None;
+    }
+    Ok(new)
+}
+
+/// Puts a prepared net component in the place of the one that served; answers that one.
+pub(crate) fn exchange(tenant: &Tenant, new: Arc<NetLibrary>) -> NetState {
+    std::mem::replace(&mut *lock(&tenant.net), NetState::Open(new))
+}
+
 impl NetLibrary {
+    /// Content hash of its file.
+    pub(crate) fn digest(&self) -> &str {
+        &self.library.digest
+    }
+
     /// Binds the v6 table by its exact name. The error is the original's text.
     fn bind(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
         let mut bound = lock(&self.bound);

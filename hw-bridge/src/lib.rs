@@ -5,6 +5,7 @@
 //!
 //! | room | owns |
 //! |---|---|
+//! | [`ballot`] | one decision that several processes come to |
 //! | [`dtype`], [`mod@reduce`] | NRT data types, and vectorised arithmetic over them |
 //! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
@@ -19,9 +20,10 @@
 //! | [`proxy`] | the proxy's tick over network operations |
 //! | [`sequencer`] | the step language, and executing it |
 //!
-//! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
+//! `unsafe` stands in `reduce`, `peers`, `ballot` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
 //! in `fork` (a page the kernel wipes), in `credentials` (socket options) and in `foreign` (a system call), and nowhere else.
 
+pub mod ballot;
 pub mod credentials;
 pub mod device;
 pub mod dtype;

@@ -30,6 +30,10 @@ pub const STREAM_BYTES: u64 = 8 << 20;
 pub const STRETCH_BYTES: u64 = 16 << 20;
 /// Bytes of the sentence a failing rank leaves for its peers.
 pub const REASON_BYTES: usize = 960;
+/// Participants of one ballot.
+pub const MAX_VOTERS: usize = 256;
+/// How often who waits for a ballot offers its core to others before it sleeps.
+pub const BALLOT_YIELDS: u32 = 50;
 /// Steps of one schedule; the step number shares a word with the sequence number.
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.

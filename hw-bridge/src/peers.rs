@@ -262,6 +262,7 @@ struct Line<T>(T);
 struct Block {
     ident: Line<[AtomicU64; 16]>,
     state: Line<StateLine>,
+    positions: Line<PositionsLine>,
 }
 
 /// Words of `Block::ident`.
@@ -292,6 +293,14 @@ struct LaneHead {
     left: Line<AtomicU64>,
     bell: Line<Bell>,
     tally: Line<Tally>,
+}
+
+/// Where the rank's lanes were when it last closed its gates.
+#[repr(C)]
+struct PositionsLine {
+    /// Which closing; written last.
+    id: AtomicU64,
+    lanes: [AtomicU64; LANES],
 }
 
 #[repr(C)]
@@ -465,6 +474,24 @@ impl Control {
     pub fn commit_large(&self, lane: usize) -> Result<(), SegmentError> {
         let at = BLOCK_BYTES + lane * LANE_BYTES + LARGE_AT;
         self.segment.commit(at as u64, (LARGE_SLOTS * LARGE_SLOT_BYTES) as u64)
+    }
+
+    /// Says where the rank's lanes are, under the number of a closing of the gates ([`crate::sequencer::Closed`]).
+    pub(crate) fn set_positions(&self, id: u64, positions: &[u64; LANES]) {
+        let line = &self.block().positions.0;
+        // Who reads in between must not take one closing's positions for another's.
+        line.id.store(0, Ordering::Release);
+        std::sync::atomic::fence(Ordering::SeqCst);
+        line.lanes.iter().zip(positions).for_each(|(to, p)| to.store(*p, Ordering::Relaxed));
+        line.id.store(id, Ordering::Release);
+    }
+
+    /// Where the rank's lanes were when it closed its gates under this number, if it has.
+    pub(crate) fn positions(&self, id: u64) -> Option<[u64; LANES]> {
+        let line = &self.block().positions.0;
+        let is_it = || line.id.load(Ordering::Acquire) == id;
+        let read = is_it().then(|| std::array::from_fn(|l| line.lanes[l].load(Ordering::Acquire)));
+        read.filter(|_| is_it())
     }
 
     /// State of the rank and, unless alive, its reason.

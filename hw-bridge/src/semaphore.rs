@@ -43,7 +43,7 @@ impl Bell {
     }
 
     /// Sleeps until rung, at most `nap`, unless `ready` already holds.
-    fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) {
+    pub(crate) fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) {
         let before = self.rung.load(Ordering::SeqCst);
         self.sleeping.store(1, Ordering::SeqCst);
         heavy_fence();

@@ -110,7 +110,7 @@ fn the_graph_is_built_by_its_own_entry_only() {
                 assert!(!rings.is_empty());
                 comm.ring_connector(0, true).unwrap();
                 comm.build_graph().unwrap();
-                assert_eq!(comm.rings(), rings);
+                assert_eq!(*comm.rings(), rings);
                 comm.barrier().unwrap();
             })
         })

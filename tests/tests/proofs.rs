@@ -71,40 +71,6 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
     });
 }
 
-/// A second build takes over while the communicator lives; collectives run all the time; the plan is handed over.
-#[test]
-fn a_second_build_takes_over_a_running_communicator() {
-    // The same library as another build: other bytes, so another digest.
-    let mut core = zoo::built("nccom.core.wasm").unwrap();
-    core.extend(b"\0\x0d\x05buildsecond2");
-    let file = plugin_file("second-build", &zoo::described(&core).unwrap());
-    let path: std::path::PathBuf = file.path().into();
-    world(2, &config(), move |mut comm| {
-        let t = comm.tensor(1 << 16).unwrap();
-        let before = comm.query_info().unwrap();
-        let runtime = comm.runtime().clone();
-        reduce_ones(&mut comm, &t);
-        let generation = runtime.replace_library(&path, &[&comm]).unwrap();
-        assert_eq!(generation, 1);
-        for _ in 0..100 {
-            reduce_ones(&mut comm, &t);
-        }
-        let after = comm.query_info().unwrap();
-        assert_eq!(after.cluster_id, before.cluster_id);
-        let orders = |i: &host_runtime::bindings::exports::neuron::nccom::collectives::CommInfo| -> Vec<Vec<i32>> {
-            i.rings.iter().map(|r| r.user_ranks.clone()).collect()
-        };
-        assert_eq!(orders(&after), orders(&before));
-        comm.ring_connector(0, true).unwrap();
-        // A plugin that does not pass the gate leaves the running one alone.
-        let broken = plugin_file("not-a-plugin", b"\0asm\x0d\0\x01\0");
-        let e = runtime.replace_library(broken.path(), &[&comm]).unwrap_err().to_string();
-        assert!(e.contains("the old library runs on"), "{e}");
-        reduce_ones(&mut comm, &t);
-        assert!(comm.control_stopped().is_none());
-    });
-}
-
 /// A task runs in a store of its own with the listener that was moved to it: the root of a group made by id.
 #[test]
 fn a_task_serves_with_a_moved_listener() {

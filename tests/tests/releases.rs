@@ -3,10 +3,44 @@
 
 mod common;
 
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
 use common::{bytes_of, config, plugin_file, release, values_of, world};
-use host_runtime::nrt::{Communicator, Io};
+use host_runtime::nrt::{Communicator, Io, RuntimeConfig};
+use host_runtime::swap::{Order, Report, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
+
+/// A tenant of the test's own, whose ranks are threads.
+fn tenant(name: &str) -> RuntimeConfig {
+    RuntimeConfig { tenant: format!("{name}.{}", std::process::id()), ..config() }
+}
+
+/// Swaps all ranks of `comm`'s tenant to `file`: rank 0 does it, when all have come, and the others wait for it outside of the
+/// library. `swaps` counts them. Answers rank 0's report.
+fn swap(comm: &mut Communicator, swaps: &AtomicUsize, nth: usize, file: &Path) -> Option<Report> {
+    comm.barrier().unwrap();
+    if comm.rank() == 0 {
+        let tenant = comm.runtime().config().tenant.clone();
+        let order = Order { probation: Duration::ZERO, ..Order::transport(&tenant, file) };
+        let report = coordinate(&order);
+        swaps.store(nth, Ordering::Release);
+        return Some(report.unwrap());
+    }
+    let until = Instant::now() + Duration::from_secs(60);
+    while swaps.load(Ordering::Acquire) < nth {
+        assert!(Instant::now() < until, "rank 0 did not swap");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    None
+}
+
+fn committed(report: Option<Report>) {
+    assert!(report.iter().all(|r| r.committed), "{report:?}");
+}
 
 fn sum_of_ones(comm: &mut Communicator) {
     let t = comm.tensor(4096).unwrap();
@@ -22,19 +56,20 @@ fn sum_of_ones(comm: &mut Communicator) {
 #[test]
 fn bootstrap_connections_survive_swaps_there_and_back() {
     for n in [3usize, 4] {
-        world(n, &config(), move |mut comm| {
-            let (rank, runtime) = (comm.rank(), comm.runtime().clone());
+        let swaps = Arc::new(AtomicUsize::new(0));
+        world(n, &tenant(&format!("there-and-back-{n}")), move |mut comm| {
+            let rank = comm.rank();
             let (to, from) = (((rank + 1) % n) as i32, ((rank + n - 1) % n) as i32);
             let planned = comm.query_info().unwrap();
             if n > 3 {
-                // The swap would do it, and take the message that is under way for one of its own.
+                // A swap of more than three ranks wants them linked.
                 comm.expand_connectivity().unwrap();
             }
             for turn in 0..4u8 {
                 comm.bootstrap_send(to, &[turn; 9]).unwrap();
                 let next = turn % 2 == 0;
                 let path = release(if next { "nccom-next" } else { "nccom" });
-                runtime.replace_library(&path, &[&comm]).unwrap();
+                committed(swap(&mut comm, &swaps, turn as usize + 1, &path));
                 assert_eq!(comm.bootstrap_recv(from, 9).unwrap(), [turn; 9]);
                 let all = comm.bootstrap_all_gather(&[rank as u8, turn]).unwrap();
                 assert!((0..n).all(|r| all[2 * r..2 * r + 2] == [r as u8, turn]), "{all:?}");
@@ -66,32 +101,43 @@ fn bootstrap_connections_survive_swaps_there_and_back() {
 /// Three swaps in a row without anything between them: what is parked is handed on as it is.
 #[test]
 fn parked_connections_are_handed_on_from_swap_to_swap() {
-    world(2, &config(), move |comm| {
-        let runtime = comm.runtime().clone();
-        for name in ["nccom-next", "nccom", "nccom-next"] {
-            runtime.replace_library(&release(name), &[&comm]).unwrap();
+    let swaps = AtomicUsize::new(0);
+    world(2, &tenant("handed-on"), move |mut comm| {
+        for (i, name) in ["nccom-next", "nccom", "nccom-next"].into_iter().enumerate() {
+            committed(swap(&mut comm, &swaps, i + 1, &release(name)));
         }
         assert_eq!(comm.bootstrap_all_gather(&[comm.rank() as u8]).unwrap(), [0, 1]);
     });
 }
 
-/// A successor that cannot import gets no plan; the sockets stay with the host until the communicator ends, and then the
-/// peer learns of it.
+/// A successor that stops in its import is refused, and the old one has its connections again.
 #[test]
-fn what_a_successor_does_not_take_ends_with_the_communicator() {
+fn connections_come_back_when_a_swap_is_refused() {
     let core = zoo::built("nccom-next.core.wasm").unwrap();
     let deaf = zoo::rewrite(&core, &[("neuron:lifecycle/lifecycle@1.0.0#import-state", "unreachable")]).unwrap();
     let file = plugin_file("does-not-import", &zoo::described(&deaf).unwrap());
-    let path: std::path::PathBuf = file.path().into();
-    world(2, &config(), move |comm| {
-        if comm.rank() == 0 {
-            // Whether that is refused, or goes on without a plan, is the swap's to say: either way nothing is lost yet.
-            let _ = comm.runtime().clone().replace_library(&path, &[&comm]);
-            comm.bootstrap_all_gather(&[0]).map(drop).unwrap_or(());
-        } else {
-            let e = comm.bootstrap_all_gather(&[1]).and_then(|_| comm.bootstrap_all_gather(&[1])).unwrap_err();
-            assert!(e.to_string().contains("closed its connection"), "{e}");
+    let swaps = AtomicUsize::new(0);
+    world(2, &tenant("refused"), move |mut comm| {
+        if let Some(report) = swap(&mut comm, &swaps, 1, file.path()) {
+            assert!(!report.committed && report.reason.contains("import-state"), "{report:?}");
         }
+        assert_eq!(comm.bootstrap_all_gather(&[comm.rank() as u8]).unwrap(), [0, 1]);
+        sum_of_ones(&mut comm);
+    });
+}
+
+/// A release that hangs in its import is stopped by its deadline and refused; the old one goes on.
+#[test]
+fn a_release_that_hangs_is_refused() {
+    let mut tenant = tenant("hangs");
+    tenant.limits.call = Duration::from_secs(2);
+    let swaps = AtomicUsize::new(0);
+    world(2, &tenant, move |mut comm| {
+        if let Some(report) = swap(&mut comm, &swaps, 1, &release("nccom-stuck")) {
+            assert!(!report.committed && report.reason.contains("of guest time"), "{report:?}");
+        }
+        assert_eq!(comm.bootstrap_all_gather(&[comm.rank() as u8]).unwrap(), [0, 1]);
+        sum_of_ones(&mut comm);
     });
 }
 

@@ -24,7 +24,7 @@ use crate::tenant::Tenant;
 pub const COLLECTIVES: &str = "neuron:nccom/collectives";
 
 /// A library that passed the gate, with its 37 entries.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Loaded {
     /// The compiled plugin.
     pub library: Arc<Library>,
@@ -203,16 +203,27 @@ impl Forward {
         }
     }
 
-    /// Puts a library that was loaded beside the table into it, with the next generation; answers the generation.
-    pub(crate) fn replace(&self, mut loaded: Loaded) -> Result<u64, Error> {
+    /// Puts a library that was loaded beside the table into it, with the next generation; answers the generation and the
+    /// library that was there.
+    pub(crate) fn replace(&self, mut loaded: Loaded) -> Result<(u64, Arc<Loaded>), Error> {
         let mut state = self.write();
         let State::Loaded(old) = &*state else {
             return Err(Error::Usage("there is no loaded library to replace".into()));
         };
         loaded.generation = old.generation + 1;
         let generation = loaded.generation;
+        let old = old.clone();
         *state = State::Loaded(Arc::new(loaded));
-        Ok(generation)
+        Ok((generation, old))
+    }
+
+    /// The library in the table, or why there is none.
+    pub(crate) fn loaded(&self) -> Result<Arc<Loaded>, String> {
+        match &*self.read() {
+            State::Loaded(l) => Ok(l.clone()),
+            State::Failed(sentinel) => Err(sentinel.clone()),
+            State::Untried => Err("none was loaded yet".into()),
+        }
     }
 
     fn read(&self) -> std::sync::RwLockReadGuard<'_, State> {

@@ -300,8 +300,9 @@ impl Communicator {
 }
 
 impl Engine {
-    pub(super) fn new(plane: Arc<Plane>, lane: Lane, rings: Arc<Vec<Vec<usize>>>, timeout: Duration) -> Engine {
+    pub(super) fn new(plane: Arc<Plane>, lane: Lane, timeout: Duration) -> Engine {
         let forced = plane.runtime.0.config.algorithm;
+        let rings = plane.plan().rings.clone();
         Engine { plane, lane, rings, forced, timeout, schedules: Schedules::default() }
     }
 
@@ -312,13 +313,25 @@ impl Engine {
     /// Another one for a further lane, with this one's deadline and algorithm.
     pub(super) fn beside(&self, lane: Lane) -> Engine {
         let forced = self.forced;
-        Engine { forced, ..Engine::new(self.plane.clone(), lane, self.rings.clone(), self.timeout) }
+        Engine { forced, ..Engine::new(self.plane.clone(), lane, self.timeout) }
     }
 
-    /// The rings changed: schedules made of the old ones go.
-    pub(super) fn set_rings(&mut self, rings: Arc<Vec<Vec<usize>>>) {
-        self.rings = rings;
-        self.schedules = Schedules::default();
+    /// Takes over the rings that the plan has now; schedules made of other ones go.
+    pub(super) fn refresh(&mut self) {
+        let rings = self.plane.plan().rings.clone();
+        if rings != self.rings {
+            self.rings = rings;
+            self.schedules = Schedules::default();
+        }
+    }
+
+    /// Passes the lane's gate, before the schedule of its next operation is chosen: a swap may have changed the rings.
+    #[inline]
+    fn begin(&mut self) -> Result<(), Error> {
+        if self.lane.begin()? {
+            self.refresh();
+        }
+        Ok(())
     }
 
     /// A call with a count for each rank.
@@ -458,10 +471,11 @@ impl Engine {
         lists: &[u8],
         make: impl FnOnce(&mut Engine) -> Result<Arc<Sealed>, Error>,
     ) -> Result<Arc<Sealed>, Error> {
+        self.begin()?;
         if let Some(s) = self.schedules.listed.find(&key, lists) {
             return Ok(s);
         }
-        let s = make(self)?;
+        let s = make(self).inspect_err(|_| self.lane.retract())?;
         self.schedules.listed.keep(key, lists, s.clone());
         Ok(s)
     }
@@ -508,14 +522,10 @@ impl Engine {
             None => self.check_and_size(&call, Lists::None)?,
         };
         let (call, input, output) = self.resolve(io, call, sizes)?;
+        self.begin()?;
         let same = matches!(&self.schedules.last, Some(l) if l.call == call);
         if !same || again.is_none() {
-            if call.private {
-                // The choice goes by what all agree on when they are linked.
-                self.reach_all(call.op)?;
-            }
-            let algorithm = self.policy().decide(&call, self.plane.core.nranks).algorithm;
-            let schedule = self.schedule(&call, algorithm)?;
+            let schedule = self.choose(&call).inspect_err(|_| self.lane.retract())?;
             self.schedules.last = Some(Last { asked, sizes, call, schedule });
         }
         let Some(Last { schedule, .. }) = &self.schedules.last else {
@@ -523,6 +533,16 @@ impl Engine {
         };
         let args = CallArgs { dst: call.dst, src: call.src, scale: scale.unwrap_or(1.0), timeout: self.timeout };
         run(&mut self.lane, &self.plane, schedule, input, output, &args)
+    }
+
+    /// The schedule of a call, by the algorithm that policy says.
+    fn choose(&mut self, call: &Call) -> Result<Arc<Sealed>, Error> {
+        if call.private {
+            // The choice goes by what all agree on when they are linked.
+            self.reach_all(call.op)?;
+        }
+        let algorithm = self.policy().decide(call, self.plane.core.nranks).algorithm;
+        self.schedule(call, algorithm)
     }
 
     /// A call whose lists this rank has whole.
@@ -581,12 +601,15 @@ impl Engine {
     pub(super) fn exchange(&mut self, op: Op, dtype: DataType, mine: &[u8], all: &mut Vec<u8>) -> Result<(), Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         let words = (mine.len() / 8) as u64;
+        self.begin()?;
         let schedule = match self.schedules.exchanges.get(&(op, dtype, words)).cloned() {
             Some(s) => s,
             None => {
-                self.reach_all(op)?;
-                let s = enc::compile_exchange(op, dtype, words, rank, n).map_err(|e| Error::Bug(e.to_string()))?;
-                let s = Arc::new(self.linked(s)?);
+                let made = self.reach_all(op).and_then(|()| {
+                    let s = enc::compile_exchange(op, dtype, words, rank, n);
+                    self.linked(s.map_err(|e| Error::Bug(e.to_string()))?)
+                });
+                let s = Arc::new(made.inspect_err(|_| self.lane.retract())?);
                 if self.schedules.exchanges.len() >= MAX_SCHEDULES {
                     self.schedules.exchanges.clear();
                 }

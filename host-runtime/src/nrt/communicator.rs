@@ -68,8 +68,6 @@ impl CommOptions {
 pub struct Communicator {
     plane: Arc<Plane>,
     pub(super) engine: Engine,
-    info: CommInfo,
-    rings: Arc<Vec<Vec<usize>>>,
     /// Where this rank runs; its sub-groups run there too.
     pub(super) device: NeuronDeviceInfo,
     /// Communicators made of it.
@@ -132,6 +130,7 @@ impl Communicator {
             return Err(bad(format!("rank {rank} of {n} is too large")));
         };
         let inner = &runtime.0;
+        let _inside = inner.doors.enter("neuronInitComm", inner.tenant.limits.entry)?;
         let loaded = inner.forward.guarded("neuronInitComm")?;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
         hw_bridge::exhausted::room_for(descriptors(rank, n))
@@ -165,13 +164,11 @@ impl Communicator {
         let info = forward.get_comm_info(Some(&instance), Resource::new_borrow(handle), true)?;
         let lane =
             core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
-        let plane = Arc::new(Plane::new(runtime.clone(), core, instance, handle));
-        let rings = Arc::new(Vec::new());
+        let plane = Arc::new(Plane::new(runtime.clone(), core, dev.nec_dev_id, instance, handle, info));
+        inner.swaps.register(&plane);
         let mut made = Communicator {
-            engine: Engine::new(plane.clone(), lane, rings.clone(), o.timeout.unwrap_or(inner.config.timeout)),
+            engine: Engine::new(plane.clone(), lane, o.timeout.unwrap_or(inner.config.timeout)),
             plane,
-            info,
-            rings,
             device: dev,
             groups: Groups::default(),
         };
@@ -188,20 +185,13 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`] (no transport between two ranks, say), [`Error::Stopped`], [`Error::Usage`] for a wrong plan.
     pub fn build_graph(&mut self) -> Result<(), Error> {
+        // No swap comes between what is built and what is taken over.
+        let (doors, patience) = (&self.plane.runtime.0.doors, self.plane.runtime.0.tenant.limits.entry);
+        let _inside = doors.enter("neuronBuildGraphComm", patience)?;
         self.entry(|f, i, c| f.build_graph_comm(Some(i), c))?;
-        let info = self.query_info()?;
-        let rings = Arc::new(check_rings(&info, self.rank(), self.nranks())?);
-        if rings != self.rings {
-            // Each rank can only check its own view; that all have the same is noticed when they meet.
-            let ranks = rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
-            // Ranks with different choice tables would not agree later on: they notice at once too.
-            let table = self.runtime().0.config.table.as_ref().map_or(0, |t| t.digest());
-            let digest = ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619));
-            self.core().endpoint.set_plan(digest);
-            self.engine.set_rings(rings.clone());
-            self.rings = rings;
-        }
-        self.info = info;
+        let plan = self.plane.check_plan(self.query_info()?)?;
+        self.plane.set_plan(plan);
+        self.engine.refresh();
         if self.plane.linked_by_rings() {
             self.plane.agree_on_direct()?;
         }
@@ -219,13 +209,13 @@ impl Communicator {
     }
 
     /// What the library planned: rings, peers, nodes.
-    pub fn info(&self) -> &CommInfo {
-        &self.info
+    pub fn info(&self) -> CommInfo {
+        self.plane.plan().info.clone()
     }
 
     /// The rings in use, each in ring order from rank 0.
-    pub fn rings(&self) -> &[Vec<usize>] {
-        &self.rings
+    pub fn rings(&self) -> Arc<Vec<Vec<usize>>> {
+        self.plane.plan().rings.clone()
     }
 
     /// The runtime it belongs to.
@@ -296,7 +286,7 @@ impl Communicator {
     /// [`Error::Usage`] for a stream that does not exist or was taken, or before [`Communicator::build_graph`];
     /// [`Error::Connecting`] if not all ranks come before the deadline of operations is over; [`Error::System`] if there can be no further thread, [`Error::Op`] if there is no memory for it.
     pub fn stream(&self, index: usize) -> Result<Stream, Error> {
-        if self.rings.is_empty() && self.nranks() > 1 {
+        if self.rings().is_empty() && self.nranks() > 1 {
             return Err(bad(format!("rank {}: call build_graph on all ranks before taking a stream", self.rank())));
         }
         if index >= Self::STREAMS {
@@ -322,10 +312,6 @@ impl Communicator {
     /// The host object.
     pub fn core(&self) -> &Arc<CommCore> {
         &self.plane.core
-    }
-
-    pub(crate) fn plane(&self) -> &Arc<Plane> {
-        &self.plane
     }
 
     fn entry<T>(
@@ -520,32 +506,4 @@ fn device_info(runtime: &Runtime, rank: usize, n: usize) -> Result<NeuronDeviceI
             output_path: String::new(),
         },
     })
-}
-
-/// Takes the planned rings over: each must hold every rank once, and fit its own neighbours. A plugin's plan is an
-/// allegation; a wrong one is refused here and not found later as a hang. Rotated to begin with rank 0, so that all
-/// ranks count positions alike.
-fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>, Error> {
-    let wrong = |i: usize, what: String| bad(format!("the plugin planned ring {i} of rank {rank} wrongly: {what}"));
-    let mut rings = Vec::new();
-    for (i, ring) in info.rings.iter().enumerate() {
-        let order: Vec<usize> = ring.user_ranks.iter().filter_map(|r| usize::try_from(*r).ok()).collect();
-        let mut sorted = order.clone();
-        sorted.sort_unstable();
-        if sorted != (0..n).collect::<Vec<_>>() {
-            return Err(wrong(i, format!("{:?} is not every rank of {n} once", ring.user_ranks)));
-        }
-        if order[0] != rank {
-            return Err(wrong(i, format!("{:?} does not begin with this rank", ring.user_ranks)));
-        }
-        if ring.next != order[1 % n] as i32 || ring.prev != order[n - 1] as i32 {
-            return Err(wrong(
-                i,
-                format!("neighbours {} and {} do not fit {:?}", ring.prev, ring.next, ring.user_ranks),
-            ));
-        }
-        let zero = order.iter().position(|r| *r == 0).unwrap_or(0);
-        rings.push(order[zero..].iter().chain(&order[..zero]).copied().collect());
-    }
-    Ok(rings)
 }

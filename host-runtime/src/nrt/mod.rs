@@ -33,6 +33,7 @@ mod tensor;
 pub use collectives::{OwnedReduction, Peers, Reduction, ReductionOf};
 pub use communicator::{CommOptions, Communicator, Rendezvous, Within};
 pub use grouped::Group;
+pub(crate) use runtime::Inner;
 pub use runtime::{Runtime, RuntimeConfig};
 pub use streams::{Buffers, Finished, Request, Stream};
 pub use tensor::{Io, Tensor};

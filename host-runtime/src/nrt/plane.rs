@@ -12,9 +12,10 @@ use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
 use wasmtime::component::Resource;
 
+use super::communicator::bad;
 use super::dump;
 use super::runtime::Runtime;
-use crate::bindings::exports::neuron::nccom::collectives::NetConnectivity;
+use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, NetConnectivity};
 use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::forward::Forward;
@@ -22,12 +23,23 @@ use crate::hw::objects::{CommCore, CommunicatorObject};
 use crate::plugin::{Instance, bounded};
 use crate::tenant::lock;
 
+/// What the library planned for this rank, checked.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub info: CommInfo,
+    /// Each in ring order from rank 0.
+    pub rings: Arc<Vec<Vec<usize>>>,
+}
+
 #[derive(Debug)]
 pub(crate) struct Plane {
     pub(super) runtime: Runtime,
     pub(super) core: Arc<CommCore>,
+    /// The core it runs on.
+    logical_core: i32,
     /// The instance, and its handle of the communicator.
     control: RwLock<(Arc<Instance>, u32)>,
+    plan: RwLock<Arc<Plan>>,
     /// Every pair is connected.
     expanded: Mutex<bool>,
     /// Whether all ranks can read one another's private memory; agreed once, when every pair is linked.
@@ -37,11 +49,21 @@ pub(crate) struct Plane {
 }
 
 impl Plane {
-    pub(super) fn new(runtime: Runtime, core: Arc<CommCore>, instance: Arc<Instance>, handle: u32) -> Plane {
+    /// `info` is what the library says of the communicator before its graph is built.
+    pub(super) fn new(
+        runtime: Runtime,
+        core: Arc<CommCore>,
+        logical_core: i32,
+        instance: Arc<Instance>,
+        handle: u32,
+        info: CommInfo,
+    ) -> Plane {
         Plane {
             runtime,
             core,
+            logical_core,
             control: RwLock::new((instance, handle)),
+            plan: RwLock::new(Arc::new(Plan { info, rings: Arc::default() })),
             expanded: Mutex::new(false),
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
@@ -56,6 +78,38 @@ impl Plane {
         *self.control.write().unwrap_or_else(|p| p.into_inner()) = (instance, handle);
     }
 
+    pub(crate) fn core(&self) -> &Arc<CommCore> {
+        &self.core
+    }
+
+    pub(crate) fn logical_core(&self) -> i32 {
+        self.logical_core
+    }
+
+    pub(crate) fn plan(&self) -> Arc<Plan> {
+        self.plan.read().unwrap_or_else(|p| p.into_inner()).clone()
+    }
+
+    /// Checks what a library planned for this rank.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for rings that cannot be.
+    pub(crate) fn check_plan(&self, info: CommInfo) -> Result<Plan, Error> {
+        let rings = Arc::new(check_rings(&info, self.core.rank, self.core.nranks)?);
+        Ok(Plan { info, rings })
+    }
+
+    /// Goes by a plan from now on; no operation is under way.
+    pub(crate) fn set_plan(&self, plan: Plan) {
+        // Each rank can only check its own view; that all have the same is noticed when they meet.
+        let ranks = plan.rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
+        // Ranks with different choice tables would not agree later on: they notice at once too.
+        let table = self.runtime.0.config.table.as_ref().map_or(0, |t| t.digest());
+        let digest = ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619));
+        self.core.endpoint.set_plan(digest);
+        *self.plan.write().unwrap_or_else(|p| p.into_inner()) = Arc::new(plan);
+    }
+
     pub(super) fn entry<T>(
         &self,
         f: impl FnOnce(&Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
@@ -63,6 +117,7 @@ impl Plane {
         if hw_bridge::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
+        let _inside = self.runtime.0.doors.enter("an entry of the library", self.runtime.0.tenant.limits.entry)?;
         let (instance, handle) = self.control();
         let answer = f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle));
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
@@ -85,6 +140,11 @@ impl Plane {
     pub(super) fn expand_connectivity(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
         // A deadline beyond what the clock can say is none. It runs while another stream connects as well.
         let until = Instant::now().checked_add(timeout);
+        if *lock(&self.expanded) {
+            return Ok(self.core.endpoint.usable()?);
+        }
+        // Before the lock: a swap waits for who is inside, and who is inside may wait for the lock.
+        let _inside = self.runtime.0.doors.enter(what, timeout)?;
         let mut expanded = lock(&self.expanded);
         let endpoint = &self.core.endpoint;
         // Whoever had the lock may have broken the communicator in there.
@@ -164,4 +224,32 @@ impl Drop for Plane {
             tracing::debug!("freeing communicator {}: {e}", self.core.id);
         }
     }
+}
+
+/// Takes the planned rings over: each must hold every rank once, and fit its own neighbours. A plugin's plan is an
+/// allegation; a wrong one is refused here and not found later as a hang. Rotated to begin with rank 0, so that all
+/// ranks count positions alike.
+fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>, Error> {
+    let wrong = |i: usize, what: String| bad(format!("the plugin planned ring {i} of rank {rank} wrongly: {what}"));
+    let mut rings = Vec::new();
+    for (i, ring) in info.rings.iter().enumerate() {
+        let order: Vec<usize> = ring.user_ranks.iter().filter_map(|r| usize::try_from(*r).ok()).collect();
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        if sorted != (0..n).collect::<Vec<_>>() {
+            return Err(wrong(i, format!("{:?} is not every rank of {n} once", ring.user_ranks)));
+        }
+        if order[0] != rank {
+            return Err(wrong(i, format!("{:?} does not begin with this rank", ring.user_ranks)));
+        }
+        if ring.next != order[1 % n] as i32 || ring.prev != order[n - 1] as i32 {
+            return Err(wrong(
+                i,
+                format!("neighbours {} and {} do not fit {:?}", ring.prev, ring.next, ring.user_ranks),
+            ));
+        }
+        let zero = order.iter().position(|r| *r == 0).unwrap_or(0);
+        rings.push(order[zero..].iter().chain(&order[..zero]).copied().collect());
+    }
+    Ok(rings)
 }

@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use hw_bridge::device::{DeviceConfig, DeviceModel};
 use hw_bridge::semaphore::WaitMode;
 
 use super::communicator::{CommOptions, Communicator};
+use crate::control::Control;
 use crate::enc::Algorithm;
 use crate::enc::table::{Policy, Table};
 use crate::error::Error;
@@ -16,6 +17,8 @@ use crate::forward::{Forward, LoadError};
 use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
 use crate::net;
+use crate::swap::doors::Doors;
+use crate::swap::{Counts, Fault, Step, Swaps};
 use crate::tenant::Tenant;
 
 /// How to open a runtime.
@@ -55,8 +58,12 @@ pub struct RuntimeConfig {
     /// Whether peers may read this rank's private memory during an operation, where the kernel lets them. One rank without
     /// keeps all from it.
     pub direct: bool,
+    /// Whether operators can ask of this runtime, and swap its plugin, on a control socket ([`crate::control`]).
+    pub control: bool,
     /// Callbacks this host does not serve; for conformance tests of INV-08.
     pub without_callbacks: Vec<String>,
+    /// What happens at which step of a swap; for tests of [`crate::swap`].
+    pub swap_faults: Vec<(Step, Fault)>,
 }
 
 impl Default for RuntimeConfig {
@@ -78,7 +85,9 @@ impl Default for RuntimeConfig {
             one_hop_max: None,
             table: None,
             direct: true,
+            control: true,
             without_callbacks: Vec::new(),
+            swap_faults: Vec::new(),
         }
     }
 }
@@ -99,7 +108,7 @@ fn default_plugin() -> Option<PathBuf> {
 
 impl RuntimeConfig {
     /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
-    /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, the device variables, and the variables granted to plugins (docs/environment.md).
+    /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, `WCCL_CONTROL`, the device variables, and the variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
     /// [`Error::Config`] names the variable and what was expected.
@@ -150,6 +159,9 @@ impl RuntimeConfig {
         if let Some(on) = number("WCCL_DIRECT")? {
             c.direct = on != 0;
         }
+        if let Some(on) = number("WCCL_CONTROL")? {
+            c.control = on != 0;
+        }
         if let Some(bytes) = number("WCCL_HBM_BYTES")? {
             c.hbm_bytes = bytes;
         }
@@ -182,6 +194,10 @@ pub(crate) struct Inner {
     pub tenant: Arc<Tenant>,
     pub forward: Forward,
     pub config: RuntimeConfig,
+    /// What a swap holds shut.
+    pub doors: Doors,
+    pub swaps: Arc<Swaps>,
+    control: OnceLock<Control>,
 }
 
 impl Drop for Inner {
@@ -191,6 +207,7 @@ impl Drop for Inner {
             std::mem::forget(self.tenant.clone());
             return;
         }
+        self.swaps.close();
         self.tenant.end_tasks();
         // A bound net component holds its tenant: taken out here, or the two would keep one another.
         let net = std::mem::take(&mut *crate::tenant::lock(&self.tenant.net));
@@ -237,7 +254,13 @@ impl Runtime {
             None => forward.none_configured(),
         }
         net::open(&tenant, config.net_plugin.as_deref());
-        Ok(Runtime(Arc::new(Inner { tenant, forward, config })))
+        let (doors, swaps, control) = Default::default();
+        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, doors, swaps, control }));
+        if runtime.0.config.control {
+            // It was not set before.
+            let _ = runtime.0.control.set(Control::start(&runtime)?);
+        }
+        Ok(runtime)
     }
 
     /// Bound of each wait on a socket of the bootstrap.
@@ -272,6 +295,7 @@ impl Runtime {
     /// [`Error::NotLoaded`], [`Error::Entry`], [`Error::Stopped`].
     pub fn unique_id(&self, nranks: usize) -> Result<[u8; ID_BYTES], Error> {
         let n = i32::try_from(nranks).map_err(|_| Error::Usage(format!("a group of {nranks} ranks is too large")))?;
+        let _inside = self.0.doors.enter("neuronGetUniqueId", self.0.tenant.limits.entry)?;
         let id = self.0.forward.get_unique_id(None, n, "unique id")?;
         let len = id.len();
         id.try_into().map_err(|_| {
@@ -287,14 +311,9 @@ impl Runtime {
         Communicator::init(self, options)
     }
 
-    /// Replaces the library of a running tenant: loads `path` by another door (the sentinel is not touched), moves every
-    /// given communicator's control plane to it, then exchanges the table. Data in flight is not touched. Answers the new
-    /// generation. Any failure before the exchange leaves the old library running.
-    ///
-    /// # Errors
-    /// [`Error::Plugin`] if the new library does not load.
-    pub fn replace_library(&self, path: &Path, communicators: &[&Communicator]) -> Result<u64, Error> {
-        crate::swap::replace(self, path, communicators)
+    /// Counters of the hot swaps that this runtime took part in ([`crate::swap`]).
+    pub fn swaps(&self) -> Counts {
+        self.0.swaps.counts()
     }
 
     /// Crossings between host and components so far.

@@ -4,7 +4,7 @@
 //! that says what stopped it. Nothing the host needs for data in flight is inside.
 
 use std::cell::{Cell, RefCell};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
 use wasmtime::Store;
@@ -45,6 +45,7 @@ pub struct Instance {
     tenant: Arc<Tenant>,
     busy: Mutex<bool>,
     idle: Condvar,
+    unwanted: Arc<OnceLock<String>>,
     inner: Mutex<Inner>,
 }
 
@@ -81,6 +82,7 @@ impl Instance {
         let tenant = state.tenant.clone();
         let mut store = state.into_store(engine);
         store.data_mut().begin_call(None);
+        let unwanted = store.data().unwanted.clone();
         let ticking = Ticking::start();
         let made = library.pre().instantiate(&mut store);
         drop(ticking);
@@ -94,6 +96,7 @@ impl Instance {
             tenant,
             busy: Mutex::new(false),
             idle: Condvar::new(),
+            unwanted,
             inner: Mutex::new(Inner { store, instance, stopped: None }),
         }))
     }
@@ -204,6 +207,15 @@ impl Instance {
                 store.data_mut().release();
                 Err(self.stop_error(entry, cause, causes))
             }
+        }
+    }
+
+    /// Ends the call under way, if there is one, when the guest is next looked at; its caller reads why. The instance serves
+    /// no more calls then.
+    pub(crate) fn end_call(&self, why: &str) {
+        if *lock(&self.busy) {
+            // The first reason stays.
+            let _ = self.unwanted.set(why.into());
         }
     }
 

@@ -1,6 +1,6 @@
 //! What a store holds for its guest: handles, limits, the call's budget, and the sentences of what went wrong.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use wasmtime::component::{Resource, ResourceTable};
@@ -31,6 +31,8 @@ pub struct HostState {
     pub(crate) waits_until: Option<Instant>,
     /// Set once the instance is made: a start function may not start tasks.
     pub(crate) live: bool,
+    /// Why the call under way is to end, if somebody wants that.
+    pub(crate) unwanted: Arc<OnceLock<String>>,
     objects: usize,
     causes: Vec<String>,
     limit: Option<String>,
@@ -67,6 +69,7 @@ impl HostState {
             sockets: 0,
             waits_until: None,
             live: false,
+            unwanted: Arc::default(),
             objects: 0,
             causes: Vec::new(),
             limit: None,
@@ -145,7 +148,9 @@ impl HostState {
             return Err(wasmtime::format_err!("aborted: {}", self.abort.reason()));
         }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
-        let why = if self.spent > call {
+        let why = if let Some(why) = self.unwanted.get() {
+            why.clone()
+        } else if self.spent > call {
             format!("the call used more than its {call:?} of guest time")
         } else if self.begun.elapsed() > wall {
             format!("the call took more than {wall:?} in all, waits included")

@@ -12,11 +12,13 @@
 //! group) and run side by side, each on its caller's thread. [`crate::peers::Abort`] works from any thread.
 
 mod error;
+mod gate;
 mod memory;
 mod run;
 mod schedule;
 
 pub use error::{Absent, OpError};
+pub use gate::{Closed, Positions};
 pub use memory::LocalMem;
 pub use schedule::{At, BadSchedule, Place, Schedule, Sealed, Step};
 
@@ -48,6 +50,7 @@ pub struct Endpoint {
     plan: AtomicU32,
     /// Lanes that were handed out.
     taken: [AtomicBool; LANES],
+    gates: [gate::Gate; LANES],
 }
 
 /// What a call passes beside its schedule and buffers.
@@ -69,6 +72,8 @@ pub struct Lane {
     endpoint: Arc<Endpoint>,
     index: usize,
     seq: u64,
+    /// The operation that has passed the gate.
+    admitted: u64,
     /// Every linked peer is known to be done with this operation.
     drained: u64,
     stage_ready: bool,
@@ -96,6 +101,7 @@ impl Endpoint {
             fenced: AtomicBool::new(!semaphore::asymmetric()),
             plan: AtomicU32::new(0),
             taken: Default::default(),
+            gates: Default::default(),
         })
     }
 
@@ -191,7 +197,7 @@ impl Endpoint {
         let bases = Some(Box::new(Bases::none()));
         let endpoint = self.clone();
         let (stage_ready, large_ready) = (false, false);
-        Ok(Some(Lane { endpoint, index, seq: 0, drained: 0, stage_ready, large_ready, digest: 0, bases }))
+        Ok(Some(Lane { endpoint, index, seq: 0, admitted: 0, drained: 0, stage_ready, large_ready, digest: 0, bases }))
     }
 
     /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.

@@ -59,7 +59,11 @@ impl Lane {
             let (rank, what, parent) = (endpoint.rank, schedule.header.to_string(), endpoint.control.pid());
             return Err(OpError::Forked { rank, what, parent });
         }
-        self.check_buffers(schedule, &input, &output)?;
+        let fits = self.check_buffers(schedule, &input, &output);
+        if let Err(e) = fits.and_then(|()| self.begin().map(drop)) {
+            self.retract();
+            return Err(e);
+        }
         self.seq += 1;
         let rank16 = |r: Option<usize>| r.map_or(NO_RANK, |r| r as u16);
         let plan = self.endpoint.plan.load(Ordering::Acquire);

@@ -27,10 +27,12 @@ fn main() -> Result<ExitCode> {
         Some(n) => n.parse().with_context(|| format!("{n}: a number of swaps was expected"))?,
         None => 1000,
     };
-    let config = RuntimeConfig::from_env()?;
+    // A tenant of its own: whoever else runs on this machine is left alone.
+    let tenant = format!("swaps.{}", std::process::id());
+    let config = RuntimeConfig { tenant, ..RuntimeConfig::from_env()? };
     let first = config.plugin.clone().context("there is no plugin: run `cargo xtask guests`")?;
     let releases = [first.clone(), first.with_file_name("nccom-next.wasm")];
-    let group = load::Load::start(&config, RANKS, COUNT, &releases)?;
+    let group = load::Load::start(&config, RANKS, COUNT)?;
     let busbw = || -> Result<f64> {
         let begin = group.mark();
         group.go_on(MEASURED)?;
@@ -46,12 +48,12 @@ fn main() -> Result<ExitCode> {
             if i == WARM.min(swaps / 2) {
                 memory[0] = resident()?;
             }
-            pauses.push(group.swap((i + 1) % 2)?);
+            pauses.push(group.swap(&releases[(i + 1) % 2])?);
             group.go_on(ROUNDS)?;
         }
         memory[1] = resident()?;
         if swaps % 2 == 1 {
-            group.swap(0)?;
+            group.swap(&releases[0])?;
         }
         Ok((before, busbw()?, memory, pauses))
     })();

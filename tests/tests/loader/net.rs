@@ -111,6 +111,38 @@ fn with(net: &Plugin) -> (Pair, Runtime) {
     (p, rt)
 }
 
+/// A bound net component is replaced under the library that uses it; one that does not start is refused.
+#[test]
+fn a_net_component_is_swapped_under_a_library() {
+    use host_runtime::swap::{Kind, Order, coordinate};
+    let v6 = ["name", "init", "devices"];
+    let Pair { folder, mut config } = pair(Some(&net(&v6).build().unwrap()));
+    config.tenant = format!("net-swap.{}", std::process::id());
+    let rt = loaded(config.clone());
+    assert_eq!(rt.unique_id(1).unwrap()[0], 7);
+    let at = zoo::ANSWER;
+    let mut eight = net(&v6);
+    eight.body(
+        "devices",
+        format!(
+            "(i32.store8 (i32.const {at}) (i32.const 0)) (i32.store (i32.const {}) (i32.const 8)) (i32.const {at})",
+            at + 4
+        ),
+    );
+    let mut no_init = net(&v6);
+    no_init.set("init", Body::Trap);
+    let order = |name: &str, plugin: &Plugin| {
+        let file = folder.put(name, &plugin.build().unwrap());
+        Order { plugin: Some(file), ..Order::new(&config.tenant, Kind::Net) }
+    };
+    let report = coordinate(&order("no-init.wasm", &no_init)).unwrap();
+    assert!(!report.committed && report.reason.contains("ncclNet.init"), "{}", report.reason);
+    assert_eq!(rt.unique_id(1).unwrap()[0], 7);
+    let report = coordinate(&order("eight.wasm", &eight)).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    assert_eq!((rt.unique_id(1).unwrap()[0], rt.swaps().committed, rt.swaps().refused), (8, 1, 1));
+}
+
 /// The handle of the runtime, the name it is bound by, and three entries of a plugin that has no more than three.
 ///
 /// Proves INV-90.

@@ -1,0 +1,209 @@
+//! The library that is to take over, with an instance for each communicator of this runtime: LOAD, PREPARE, EXPORT, IMPORT.
+//!
+//! Dropped before it was committed, it lets the old instances go on.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use hw_bridge::ballot::Vote;
+use sha2::{Digest, Sha256};
+use wasmtime::component::Resource;
+
+use super::{Request, lifecycle};
+use crate::forward::{self, Loaded};
+use crate::hw::objects::CommunicatorObject;
+use crate::nrt::Runtime;
+use crate::nrt::plane::{Plan, Plane};
+use crate::plugin::Instance;
+
+/// An instance and its handle of the communicator.
+type Control = (Arc<Instance>, u32);
+
+/// The library that served before, beside the one that serves.
+#[derive(Debug, Clone)]
+pub(crate) struct Parked {
+    pub loaded: Loaded,
+    /// What it had of each communicator, by the communicator's id.
+    pub kept: Vec<(u64, Control)>,
+    /// When it goes.
+    pub until: Instant,
+    /// Which swap parked it.
+    pub swap: u64,
+}
+
+/// A digest as a ballot holds it.
+pub(super) fn digest_words(bytes: &[u8]) -> [u64; 4] {
+    let sum = Sha256::digest(bytes);
+    std::array::from_fn(|i| u64::from_le_bytes(std::array::from_fn(|j| sum[i * 8 + j])))
+}
+
+/// One communicator that moves.
+#[derive(Debug)]
+pub(super) struct Move {
+    pub plane: Arc<Plane>,
+    new: Control,
+    old: Control,
+    /// The old instance has exported, and waits for its end or `resume`.
+    exported: bool,
+    /// What the new one planned.
+    plan: Option<Plan>,
+}
+
+/// The library, and its moves.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    runtime: Runtime,
+    pub loaded: Loaded,
+    pub moves: Vec<Move>,
+    /// Instances that go back to work, where a swap goes back.
+    kept: Vec<(u64, Control)>,
+    committed: bool,
+}
+
+impl Candidate {
+    /// LOAD: the gate of the first load, by another door.
+    pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
+        let inner = &runtime.0;
+        let (loaded, kept) = match (&request.plugin, parked) {
+            (Some(path), _) => {
+                let loaded = forward::load(&inner.tenant, path, &inner.config.without_callbacks);
+                (loaded.map_err(|e| e.sentinel)?, Vec::new())
+            }
+            (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),
+            (None, None) => return Err("there is no plugin to go back to".into()),
+        };
+        Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept, committed: false })
+    }
+
+    /// PREPARE: an instance for each communicator that has none yet; answers how many there are.
+    pub fn prepare(&mut self) -> Result<usize, String> {
+        for plane in self.runtime.0.swaps.planes() {
+            if self.moves.iter().any(|m| Arc::ptr_eq(&m.plane, &plane)) {
+                continue;
+            }
+            let core = plane.core().clone();
+            let back = self.kept.iter().find(|(id, (i, _))| *id == core.id && i.stopped().is_none());
+            let new = match back {
+                Some((_, control)) => control.clone(),
+                None => {
+                    let logical = Some(plane.logical_core());
+                    let instance = self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical);
+                    let instance = instance.map_err(|e| e.to_string())?;
+                    let handle = instance
+                        .peek(|s| s.add(CommunicatorObject(core)))
+                        .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
+                    (instance, handle.rep())
+                }
+            };
+            let old = plane.control();
+            self.moves.push(Move { plane, new, old, exported: false, plan: None });
+        }
+        Ok(self.moves.len())
+    }
+
+    /// What goes into the ballot.
+    pub fn vote(&self) -> Vote {
+        let wire = lifecycle::describe(&self.loaded.instance);
+        let wire = wire.map_or(0, |d| digest_words(d.wire_compat.as_bytes())[0]);
+        Vote { digest: digest_words(self.loaded.library.digest.as_bytes()), wire }
+    }
+
+    /// EXPORT and IMPORT of one communicator after the other, and a look at what the new one plans. The doors are shut; when
+    /// they open, the old plugin serves on, and what was exported holds until it is called.
+    pub fn hand_over(&mut self) -> Result<(), String> {
+        if self.moves.is_empty() {
+            return Ok(());
+        }
+        let about = |e: String| format!("{e}; `stateless` would leave the plans of the old plugin behind");
+        let new = lifecycle::describe(&self.loaded.instance).map_err(about)?;
+        let old = lifecycle::describe(&self.moves[0].old.0).map_err(about)?;
+        if old.wire_compat != new.wire_compat {
+            return Err(about(format!(
+                "the connections that are handed over speak `{}` and the new plugin `{}`",
+                old.wire_compat, new.wire_compat
+            )));
+        }
+        if !new.reads_schemas.contains(&old.state_schema) {
+            return Err(about(format!(
+                "the old plugin writes state of schema {}, the new one reads {:?}",
+                old.state_schema, new.reads_schemas
+            )));
+        }
+        let most = self.runtime.0.tenant.limits.state;
+        for m in &mut self.moves {
+            let (id, rank) = (m.plane.core().id, m.plane.core().rank);
+            let of = |e: String| format!("communicator {id} of rank {rank}: {e}");
+            lifecycle::quiesce((&*m.old.0, m.old.1)).map_err(|e| about(of(e)))?;
+            m.exported = true;
+            let state = lifecycle::export((&*m.old.0, m.old.1), most).map_err(|e| about(of(e)))?;
+            let held = (&*m.new.0, m.new.1);
+            lifecycle::import(held, old.state_schema, &state).map_err(of)?;
+            lifecycle::resume(held).map_err(of)?;
+            let comm = Resource::new_borrow(m.new.1);
+            let info =
+                self.runtime.0.forward.get_comm_info(Some(&m.new.0), comm, true).map_err(|e| of(e.to_string()))?;
+            let plan = m.plane.check_plan(info).map_err(|e| of(e.to_string()))?;
+            m.plan = Some(plan);
+            lifecycle::resume((&*m.old.0, m.old.1)).map_err(of)?;
+            m.exported = false;
+        }
+        Ok(())
+    }
+
+    /// Goes back: instances that served before have their plans; the others have none.
+    pub fn take_up_again(&mut self) {
+        for m in &mut self.moves {
+            if !self.kept.iter().any(|(_, c)| Arc::ptr_eq(&c.0, &m.new.0)) {
+                continue;
+            }
+            // One that was left behind because it hung or had failed may do so again: the rings stay as they are then.
+            let comm = Resource::new_borrow(m.new.1);
+            let info = self.runtime.0.forward.get_comm_info(Some(&m.new.0), comm, true);
+            match info.and_then(|info| m.plane.check_plan(info)) {
+                Ok(plan) => m.plan = Some(plan),
+                Err(why) => tracing::warn!(comm = m.plane.core().id, "the plan of before is not there any more: {why}"),
+            }
+        }
+    }
+
+    /// Ends the calls that are inside the old plugin: the ranks that wait for them come to the boundary otherwise never.
+    pub fn end_calls(&self, why: &str) {
+        self.moves.iter().for_each(|m| m.old.0.end_call(why));
+    }
+
+    /// COMMIT: the table, every communicator's instance, its rings. Gates are closed, doors are shut. Answers the generation,
+    /// and what was there before.
+    pub fn commit(mut self, exchange: impl Fn(), until: Instant, swap: u64) -> Result<(u64, Parked), String> {
+        self.committed = true;
+        let mut kept = Vec::with_capacity(self.moves.len());
+        for m in self.moves.drain(..) {
+            m.plane.set_control(m.new.0, m.new.1);
+            if let Some(plan) = m.plan {
+                m.plane.set_plan(plan);
+            }
+            kept.push((m.plane.core().id, m.old));
+            exchange();
+        }
+        let (generation, old) = self.runtime.0.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
+        Ok((generation, Parked { loaded: Loaded::clone(&old), kept, until, swap }))
+    }
+}
+
+impl Drop for Candidate {
+    fn drop(&mut self) {
+        if self.committed {
+            return;
+        }
+        for m in self.moves.drain(..) {
+            let Move { plane, new, old, exported, .. } = m;
+            // First the new one lets go of what it took over.
+            drop(new);
+            if exported
+                && old.0.stopped().is_none()
+                && let Err(why) = lifecycle::resume((&*old.0, old.1))
+            {
+                tracing::warn!(comm = plane.core().id, "the old plugin did not resume: {why}");
+            }
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Whoever wants a swap: finds the participants, makes the ballot, hears what became of it.
+//!
+//! The coordinator decides nothing that the participants could not decide without it; it may die at any time.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use hw_bridge::ballot::{Ballot, Decision};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{Kind, Outcome, Request, Status};
+use crate::control::{self, Answer, Question};
+use crate::error::Error;
+use crate::limits::MESSAGE_PATIENCE;
+use crate::message;
+
+/// What is wanted of a tenant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order {
+    /// The tenant's name.
+    pub tenant: String,
+    /// What is replaced.
+    pub kind: Kind,
+    /// The new plugin's file; `None` goes back to the one in probation.
+    pub plugin: Option<PathBuf>,
+    /// Why it goes back.
+    pub why: String,
+    /// Leave the plans of the old plugin behind: for one that hangs or has stopped. Rings stay as they are; what needs the
+    /// bootstrap's connections (groups, `bootstrap_*`) fails afterwards.
+    pub stateless: bool,
+    /// Do not wait for calls that are inside the old plugin; they end with an error.
+    pub force: bool,
+    /// Only ask what would happen.
+    pub dry: bool,
+    /// Bound of everything before the ranks stand still.
+    pub timeout: Duration,
+    /// Bound of standing still, and of shutting the control plane.
+    pub quiesce: Duration,
+    /// How long the old plugin stays beside the new one, to serve again if that stops.
+    pub probation: Duration,
+}
+
+impl Order {
+    /// An order with the usual bounds (30 s, 2 s, 10 s), without a plugin yet.
+    pub fn new(tenant: &str, kind: Kind) -> Order {
+        Order {
+            tenant: tenant.into(),
+            kind,
+            plugin: None,
+            why: String::new(),
+            stateless: false,
+            force: false,
+            dry: false,
+            timeout: Duration::from_secs(30),
+            quiesce: Duration::from_secs(2),
+            probation: Duration::from_secs(10),
+        }
+    }
+
+    /// The order to replace the collectives library of `tenant` by the plugin in `file`.
+    pub fn transport(tenant: &str, file: impl Into<PathBuf>) -> Order {
+        Order { plugin: Some(file.into()), ..Order::new(tenant, Kind::Transport) }
+    }
+}
+
+/// One participant of a swap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// What it said of itself before.
+    pub status: Status,
+    /// What became of the swap there; `Err` if it did not say.
+    pub outcome: Result<Outcome, String>,
+}
+
+/// What became of a swap.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// Its number.
+    pub id: u64,
+    /// All participants that live have the new plugin; otherwise all have the old one.
+    pub committed: bool,
+    /// Why not; empty if it was.
+    pub reason: String,
+    /// The participants.
+    pub members: Vec<Member>,
+}
+
+impl Report {
+    /// The longest time that operations stood still on a participant.
+    pub fn pause(&self) -> Duration {
+        let pause = |m: &Member| match &m.outcome {
+            Ok(Outcome::Swapped { pause, .. }) => Some(*pause),
+            _ => None,
+        };
+        self.members.iter().filter_map(pause).max().unwrap_or_default()
+    }
+}
+
+fn refused(tenant: &str, reason: impl Into<String>) -> Error {
+    Error::Swap { tenant: tenant.into(), reason: reason.into() }
+}
+
+/// What every runtime of a tenant says of itself, in the order of their ranks.
+///
+/// # Errors
+/// [`Error::Swap`] if there is none, or one does not answer.
+pub fn status(tenant: &str) -> Result<Vec<Status>, Error> {
+    Ok(meet(tenant)?.into_iter().map(|(_, s)| s).collect())
+}
+
+fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
+    let mut all = Vec::new();
+    for found in control::find(tenant)? {
+        match control::ask(&found, &Question::Status, &[]) {
+            Ok((stream, Answer::Status(s))) if s.tenant == tenant => all.push((stream, s)),
+            // A name that was shortened may be another's.
+            Ok((_, Answer::Status(_))) => {}
+            Ok(_) => return Err(refused(tenant, format!("pid {} answered something else than its status", found.pid))),
+            // It has ended meanwhile.
+            Err(_) if found.gone() => {}
+            Err(e) => {
+                let stopped = if hw_bridge::peers::is_stopped(found.pid) { "; its process is stopped" } else { "" };
+                return Err(refused(tenant, format!("pid {} does not answer: {e}{stopped}", found.pid)));
+            }
+        }
+    }
+    if all.is_empty() {
+        return Err(refused(
+            tenant,
+            "no runtime of that name is open on this machine, for this user, with a control socket (WCCL_CONTROL=0 has none)",
+        ));
+    }
+    all.sort_by_key(|(_, s)| (s.ranks.first().map(|r| r.0), s.pid));
+    Ok(all)
+}
+
+/// Has whatever swap of a tenant is under way given up; answers how many participants did so.
+///
+/// # Errors
+/// [`Error::Swap`] if there is none, or it is decided.
+pub fn cancel(tenant: &str) -> Result<usize, Error> {
+    let (mut done, mut why) = (0, String::new());
+    for (stream, status) in meet(tenant)? {
+        match control::ask_on(&stream, &Question::Cancel, &[]) {
+            Ok(Answer::Done) => done += 1,
+            Ok(Answer::Refused(reason)) => why = format!("pid {}: {reason}", status.pid),
+            Ok(_) => why = format!("pid {} answered something else", status.pid),
+            Err(e) => why = format!("pid {}: {e}", status.pid),
+        }
+    }
+    if done > 0 { Ok(done) } else { Err(refused(tenant, why)) }
+}
+
+/// Makes a swap, or asks what it would do, and answers what became of it: that it was refused is a [`Report`] too.
+///
+/// # Errors
+/// [`Error::Swap`] if it cannot even begin: no participant, one that does not answer, another swap under way;
+/// [`Error::System`].
+pub fn coordinate(order: &Order) -> Result<Report, Error> {
+    let tenant = &order.tenant;
+    let plugin = order.plugin.as_deref().map(absolute).transpose()?;
+    let met = meet(tenant)?;
+    let system = |what: &str, source: std::io::Error| Error::System { what: what.into(), source };
+    let mut number = [0; 8];
+    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())
+        .map_err(|e| system("reading a random number for a swap", e.into()))?;
+    let id = u64::from_le_bytes(number) | 1;
+    let ballot = Ballot::create(id, met.len()).map_err(|e| refused(tenant, e.to_string()))?;
+    let Some(fd) = ballot.fd() else { return Err(Error::Bug("a ballot that was just made has no descriptor".into())) };
+    let pids: Vec<u32> = met.iter().map(|(_, s)| s.pid).collect();
+    for (place, (stream, status)) in met.iter().enumerate() {
+        let request = Request {
+            id,
+            place,
+            pids: pids.clone(),
+            kind: order.kind,
+            plugin: plugin.clone(),
+            why: order.why.clone(),
+            stateless: order.stateless,
+            force: order.force,
+            dry: order.dry,
+            timeout: order.timeout,
+            quiesce: order.quiesce,
+            probation: order.probation,
+        };
+        let why = match control::ask_on(stream, &Question::Swap(request), &[fd]) {
+            Ok(Answer::Done) => continue,
+            Ok(Answer::Refused(why)) => why,
+            Ok(_) => "it answered something else".into(),
+            Err(e) => e.to_string(),
+        };
+        ballot.decide(Decision::Abort);
+        return Err(refused(tenant, format!("pid {}: {why}", status.pid)));
+    }
+    let mut outcomes = hear(order, &ballot, &met);
+    let members: Vec<Member> =
+        met.into_iter().map(|(_, status)| Member { status, outcome: outcomes.remove(0) }).collect();
+    let committed = ballot.decision() == Some(Decision::Commit);
+    let reason = if committed { String::new() } else { reason_of(&ballot, &members) };
+    Ok(Report { id, committed, reason, members })
+}
+
+fn absolute(file: &Path) -> Result<PathBuf, Error> {
+    std::path::absolute(file).map_err(|source| Error::System { what: format!("finding {}", file.display()), source })
+}
+
+/// Hears from all participants. One that ends before the decision is a reason to give up at once.
+fn hear(order: &Order, ballot: &Ballot, met: &[(UnixStream, Status)]) -> Vec<Result<Outcome, String>> {
+    let mut heard: Vec<Option<Result<Outcome, String>>> = vec![None; met.len()];
+    let until = Instant::now() + order.timeout + order.quiesce * 2 + MESSAGE_PATIENCE;
+    while heard.iter().any(Option::is_none) {
+        let open: Vec<usize> = (0..met.len()).filter(|i| heard[*i].is_none()).collect();
+        let mut fds: Vec<PollFd<'_>> =
+            open.iter().map(|i| PollFd::from_borrowed_fd(met[*i].0.as_fd(), PollFlags::IN)).collect();
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        match poll(&mut fds, Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Ok(n) if n > 0 => {}
+            _ => {
+                ballot.decide(Decision::Abort);
+                for i in open {
+                    heard[i] = Some(Err(
+                        "it did not say in time what became of it; it obeys the decision when it goes on".into(),
+                    ));
+                }
+                break;
+            }
+        }
+        let ready: Vec<usize> =
+            open.iter().zip(&fds).filter(|(_, f)| !f.revents().is_empty()).map(|(i, _)| *i).collect();
+        for i in ready {
+            let got = message::receive::<Outcome>(&met[i].0, Instant::now() + MESSAGE_PATIENCE);
+            heard[i] = Some(got.map(|(outcome, _)| outcome).map_err(|e| {
+                ballot.decide(Decision::Abort);
+                format!("it ended, or closed its socket, before it said what became of it ({e})")
+            }));
+        }
+    }
+    heard.into_iter().map(|h| h.unwrap_or_else(|| Err("it was not heard".into()))).collect()
+}
+
+/// Why a swap was not committed: what the participants wrote into the ballot first of all.
+fn reason_of(ballot: &Ballot, members: &[Member]) -> String {
+    let mut said = members.iter().enumerate().filter_map(|(v, m)| Some((m.status.pid, ballot.reason(v)?)));
+    if let Some((pid, why)) = said.next() {
+        return format!("pid {pid}: {why}");
+    }
+    let lost = members.iter().find_map(|m| Some((m.status.pid, m.outcome.as_ref().err()?)));
+    match lost {
+        Some((pid, why)) => format!("pid {pid}: {why}"),
+        None => "it was cancelled".into(),
+    }
+}

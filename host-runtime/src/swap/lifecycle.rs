@@ -1,0 +1,67 @@
+//! The five entries of `neuron:lifecycle`, found by look-up: a plugin may be without.
+
+use wasmtime::component::{ComponentNamedList, ComponentType, Lift, Lower, Resource};
+
+use crate::bindings::exports::neuron::lifecycle::lifecycle::Description;
+use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::hw::objects::CommunicatorObject;
+use crate::limits::byte_list;
+use crate::plugin::Instance;
+use crate::status::Status;
+
+const LIFECYCLE: &str = "neuron:lifecycle/lifecycle";
+
+/// An instance, and its handle of a communicator.
+pub(crate) type Held<'a> = (&'a Instance, u32);
+
+fn call<P, R>(instance: &Instance, name: &'static str, params: P) -> Result<R, String>
+where
+    P: ComponentNamedList + Lower,
+    R: Lift + ComponentType + 'static,
+    (R,): ComponentNamedList + Lift,
+{
+    let library = instance.library();
+    let found = library.exported(LIFECYCLE).and_then(|i| library.function(&i, name));
+    let index = found.ok_or_else(|| format!("{} has no `{name}` of {LIFECYCLE}", library.name))?;
+    instance.typed::<P, R>(&index).map_err(|e| format!("`{name}` of {} has another type: {e}", library.name))?;
+    instance.call::<P, R>(name, &index, params).map(|r| r.0).map_err(|e| e.to_string())
+}
+
+fn asked<R>(held: Held<'_>, name: &'static str, answer: Result<Result<R, NrtStatus>, String>) -> Result<R, String> {
+    answer?.map_err(|s| format!("`{name}` of {} answered {}", held.0.library().name, Status::from(&s)))
+}
+
+fn of_comm(held: Held<'_>, name: &'static str) -> Result<(), String> {
+    let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
+    asked(held, name, call::<_, Result<(), NrtStatus>>(held.0, name, (comm,)))
+}
+
+/// What a plugin says of itself.
+pub(crate) fn describe(instance: &Instance) -> Result<Description, String> {
+    call::<(), Description>(instance, "describe", ())
+}
+
+pub(crate) fn quiesce(held: Held<'_>) -> Result<(), String> {
+    of_comm(held, "quiesce")
+}
+
+pub(crate) fn resume(held: Held<'_>) -> Result<(), String> {
+    of_comm(held, "resume")
+}
+
+/// The plan of a quiesced communicator, at most `most` bytes.
+pub(crate) fn export(held: Held<'_>, most: usize) -> Result<Vec<u8>, String> {
+    let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
+    let state = asked(held, "export-state", call::<_, Result<Vec<u8>, NrtStatus>>(held.0, "export-state", (comm,)))?;
+    let most = byte_list(LIFECYCLE, "export-state").map_or(most, |b| most.min(b as usize));
+    if state.len() > most {
+        let (name, bytes) = (&held.0.library().name, state.len());
+        return Err(format!("`export-state` of {name} answered {bytes} bytes, {most} are allowed"));
+    }
+    Ok(state)
+}
+
+pub(crate) fn import(held: Held<'_>, schema: u32, state: &[u8]) -> Result<(), String> {
+    let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
+    asked(held, "import-state", call::<_, Result<(), NrtStatus>>(held.0, "import-state", (comm, schema, state)))
+}

@@ -1,0 +1,619 @@
+//! Hot swap: a tenant's plugin is replaced under running ranks, on all of them or on none, whatever becomes of any.
+//!
+//! Ranks are threads with a runtime of their own ([`Job`]), which control sockets tell apart as they do processes; where one is
+//! stopped or killed they are processes of the program `swap_rank`.
+
+mod common;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::ranks::{Rank, spawn};
+use common::{PluginFile, config, free_port, plugin_file};
+use host_runtime::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use host_runtime::swap::{self, Fault, Kind, Order, Outcome, Step, coordinate};
+use host_runtime::{DataType, ReduceOp};
+use tests::zoo;
+
+/// Bound against hangs.
+const HANG: Duration = Duration::from_secs(60);
+
+fn tenant(name: &str) -> String {
+    format!("{name}.{}", std::process::id())
+}
+
+/// The plugin as another build: other bytes, the same behaviour but for `edits` of its life-cycle entries and its 37.
+fn build(name: &str, edits: &[(&str, &str)]) -> PluginFile {
+    let mut core = zoo::built("nccom.core.wasm").unwrap();
+    let full: Vec<(String, &str)> = edits
+        .iter()
+        .map(|(f, body)| match f.starts_with("neuron-") {
+            true => (format!("neuron:nccom/collectives#{f}"), *body),
+            false => (format!("neuron:lifecycle/lifecycle@1.0.0#{f}"), *body),
+        })
+        .collect();
+    let edits: Vec<(&str, &str)> = full.iter().map(|(f, b)| (f.as_str(), *b)).collect();
+    if !edits.is_empty() {
+        core = zoo::rewrite(&core, &edits).unwrap();
+    }
+    // A custom section with the name, so that no two builds have the same bytes.
+    core.push(0);
+    core.push(name.len() as u8 + 1);
+    core.push(name.len() as u8);
+    core.extend(name.as_bytes());
+    plugin_file(name, &zoo::described(&core).unwrap())
+}
+
+/// `describe` with another schema that is written and read, in the record that the original answers.
+const SCHEMA_9: &str = "(local i32) (local.set 0 (call $original)) (i32.store offset=24 (local.get 0) (i32.const 9)) \
+     (i32.store (i32.load offset=28 (local.get 0)) (i32.const 9)) (local.get 0)";
+/// `describe` with a shorter wire-compat.
+const OTHER_WIRE: &str =
+    "(local i32) (local.set 0 (call $original)) (i32.store offset=20 (local.get 0) (i32.const 5)) (local.get 0)";
+
+/// Ranks that reduce all the time, verifying every result.
+struct Job {
+    tenant: String,
+    stop: Arc<AtomicBool>,
+    ops: Arc<AtomicU64>,
+    ranks: Vec<JoinHandle<Communicator>>,
+}
+
+/// One all-reduce whose first element says whether rank 0 wants to stop.
+fn reduce(comm: &mut Communicator, stop: bool, ops: u32) -> bool {
+    let (rank, n) = (comm.rank() as u32, comm.nranks() as u32);
+    let count = [1, 33, 3000][ops as usize % 3];
+    let mut values: Vec<u32> = (0..count).map(|i| (i + ops).wrapping_mul(rank + 1)).collect();
+    values[0] = u32::from(stop && rank == 0);
+    let mut bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    comm.all_reduce(Io::HostInPlace(&mut bytes), u64::from(count), DataType::Uint32, ReduceOp::Sum).unwrap();
+    let got: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
+    let ranks: u32 = (1..=n).sum();
+    assert!(got.iter().enumerate().skip(1).all(|(i, v)| *v == (i as u32 + ops).wrapping_mul(ranks)), "wrong at {ops}");
+    got[0] != 0
+}
+
+impl Job {
+    /// Starts `n` ranks that do `work` between their reductions.
+    fn start_with(
+        name: &str,
+        n: usize,
+        adapt: impl Fn(usize, &mut RuntimeConfig),
+        work: impl Fn(&mut Communicator, u32) + Send + Sync + 'static,
+    ) -> Job {
+        let (tenant, stop, ops) = (tenant(name), Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let root = format!("127.0.0.1:{}", free_port());
+        let work = Arc::new(work);
+        let ranks = (0..n)
+            .map(|rank| {
+                let mut c = config();
+                c.tenant = tenant.clone();
+                adapt(rank, &mut c);
+                let (stop, ops, root, work) = (stop.clone(), ops.clone(), root.clone(), work.clone());
+                std::thread::spawn(move || {
+                    let runtime = Runtime::open(c).unwrap();
+                    let mut comm = runtime.init_comm(CommOptions::with_root(root, rank, n)).unwrap();
+                    let mut done = 0;
+                    loop {
+                        let end = reduce(&mut comm, stop.load(Ordering::Acquire), done);
+                        work(&mut comm, done);
+                        done += 1;
+                        ops.fetch_max(u64::from(done), Ordering::AcqRel);
+                        if end {
+                            return comm;
+                        }
+                    }
+                })
+            })
+            .collect();
+        let job = Job { tenant, stop, ops, ranks };
+        job.goes_on();
+        job
+    }
+
+    fn start(name: &str, n: usize, adapt: impl Fn(usize, &mut RuntimeConfig)) -> Job {
+        Job::start_with(name, n, adapt, |_, _| ())
+    }
+
+    /// Some more operations are made.
+    fn goes_on(&self) {
+        let (from, until) = (self.ops.load(Ordering::Acquire), Instant::now() + HANG);
+        while self.ops.load(Ordering::Acquire) < from + 10 {
+            assert!(
+                Instant::now() < until && !self.ranks.iter().any(JoinHandle::is_finished),
+                "the ranks do not go on"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn order(&self, file: &PluginFile) -> Order {
+        Order { probation: Duration::ZERO, ..Order::transport(&self.tenant, file.path()) }
+    }
+
+    /// The plugin that serves, and the generation: the same on all ranks.
+    fn serves(&self) -> (String, u64) {
+        let all = swap::status(&self.tenant).unwrap();
+        assert_eq!(all.len(), self.ranks.len());
+        let of = |s: &swap::Status| (s.plugin.clone(), s.digest.clone(), s.generation);
+        assert!(all.iter().all(|s| of(s) == of(&all[0])), "mixed: {all:?}");
+        (all[0].plugin.clone(), all[0].generation)
+    }
+
+    /// A swap that must be refused with these words; the old plugin serves everywhere and the ranks go on.
+    fn refuses(&self, order: &Order, words: &[&str]) {
+        let before = self.serves();
+        let reason = match coordinate(order) {
+            Ok(report) => {
+                assert!(!report.committed, "{report:?}");
+                assert!(report.members.iter().all(|m| !matches!(m.outcome, Ok(Outcome::Swapped { .. }))), "{report:?}");
+                report.reason
+            }
+            Err(e) => e.to_string(),
+        };
+        assert!(words.iter().all(|w| reason.contains(w)), "{words:?} are not in: {reason}");
+        self.goes_on();
+        assert_eq!(self.serves(), before);
+    }
+
+    fn commits(&self, order: &Order) {
+        let report = coordinate(order).unwrap();
+        assert!(report.committed, "{}", report.reason);
+        let swapped = |m: &swap::Member| matches!(m.outcome, Ok(Outcome::Swapped { .. }));
+        assert!(report.members.iter().all(swapped), "{report:?}");
+        eprintln!("pause {:?}", report.pause());
+        self.goes_on();
+        assert_eq!(self.serves().0, order.plugin.as_ref().unwrap().file_name().unwrap().to_str().unwrap());
+    }
+
+    /// Ends the ranks after the same operation, and answers their communicators.
+    fn end(self) -> Vec<Communicator> {
+        self.stop.store(true, Ordering::Release);
+        self.ranks.into_iter().map(|r| r.join().unwrap()).collect()
+    }
+}
+
+fn no_change(_: usize, _: &mut RuntimeConfig) {}
+
+#[test]
+fn ranks_under_load_swap_back_and_forth() {
+    let job = Job::start("load", 4, no_change);
+    let (a, b) = (build("a", &[]), build("b", &[]));
+    for file in [&a, &b, &a, &b] {
+        job.commits(&job.order(file));
+    }
+    assert_eq!(job.serves().1, 4);
+    for comm in job.end() {
+        let counts = comm.runtime().swaps();
+        assert_eq!((counts.committed, counts.refused, counts.rolled_back), (4, 0, 0));
+        assert!(counts.last_pause > Duration::ZERO);
+        // The plan came along.
+        comm.ring_connector(0, true).unwrap();
+        assert_eq!(comm.query_info().unwrap().rings.len(), comm.rings().len());
+        assert!(comm.control_stopped().is_none());
+    }
+}
+
+/// A plan that is only asked for, one that is refused and one that is cancelled change nothing.
+#[test]
+fn a_plan_changes_nothing() {
+    let job = Job::start("plan", 2, no_change);
+    let file = build("planned", &[]);
+    let report = coordinate(&Order { dry: true, ..job.order(&file) }).unwrap();
+    assert!(!report.committed && report.members.len() == 2);
+    for m in &report.members {
+        let Ok(Outcome::Possible(text)) = &m.outcome else { panic!("{m:?}") };
+        assert!(text.contains("1 communicators"), "{text}");
+    }
+    assert_eq!(job.serves().1, 0);
+    let e = coordinate(&Order::transport("nobody.at.all", file.path())).unwrap_err().to_string();
+    assert!(e.contains("nobody.at.all was not swapped: no runtime of that name"), "{e}");
+    let e = swap::cancel(&job.tenant).unwrap_err().to_string();
+    assert!(e.contains("no swap is under way"), "{e}");
+    job.end();
+}
+
+/// Quiesce and resume without a swap: the last step before the decision fails.
+#[test]
+fn a_failure_at_each_step_leaves_the_old_plugin_running() {
+    let steps = [
+        Step::Load,
+        Step::Prepare,
+        Step::Freeze,
+        Step::Export,
+        Step::Import,
+        Step::Vote,
+        Step::Quiesce,
+        Step::Closed,
+        Step::Ready,
+    ];
+    let file = build("unwanted", &[]);
+    for step in steps {
+        let job = Job::start(&format!("fails-{step:?}"), 2, |rank, c| {
+            if rank == 1 {
+                c.swap_faults.push((step, Fault::Fail));
+            }
+        });
+        job.refuses(&job.order(&file), &[&format!("a test wants {step:?} to fail")]);
+        for comm in job.end() {
+            assert_eq!(comm.runtime().swaps().refused, 1);
+            // The old instance was resumed: its entries serve.
+            comm.query_info().unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_late_at_any_step_is_waited_for() {
+    let steps =
+        [Step::Load, Step::Freeze, Step::Vote, Step::Closed, Step::Ready, Step::Decide, Step::Commit, Step::Exchange];
+    let (a, b) = (build("late-a", &[]), build("late-b", &[]));
+    let job = Job::start("late", 2, |rank, c| {
+        if rank == 1 {
+            c.swap_faults.extend(steps.map(|s| (s, Fault::Delay(Duration::from_millis(60)))));
+        }
+    });
+    job.commits(&job.order(&a));
+    job.commits(&job.order(&b));
+    job.end();
+}
+
+#[test]
+fn two_at_once_are_refused_and_one_is_cancelled() {
+    let job =
+        Job::start("twice", 2, |_, c| c.swap_faults.push((Step::Prepare, Fault::Delay(Duration::from_millis(1500)))));
+    let file = build("slow", &[]);
+    let order = job.order(&file);
+    let first = std::thread::spawn(move || coordinate(&order));
+    let until = Instant::now() + HANG;
+    while !swap::status(&job.tenant).unwrap().iter().all(|s| s.swap.contains("swapping to")) {
+        assert!(Instant::now() < until);
+    }
+    let e = coordinate(&job.order(&file)).unwrap_err().to_string();
+    assert!(e.contains("another swap is under way"), "{e}");
+    assert_eq!(swap::cancel(&job.tenant).unwrap(), 2);
+    let report = first.join().unwrap().unwrap();
+    assert!(!report.committed, "{report:?}");
+    job.goes_on();
+    assert_eq!(job.serves().1, 0);
+    job.end();
+}
+
+/// Traps in each entry of the life cycle, a schema that is not read, another wire-compat, too large a state.
+#[test]
+fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
+    let job = Job::start("zoo", 2, no_change);
+    for (name, edits, words) in [
+        ("no-describe", vec![("describe", "unreachable")], "unreachable"),
+        ("no-import", vec![("import-state", "unreachable")], "unreachable"),
+        ("no-resume", vec![("resume", "unreachable")], "unreachable"),
+        ("no-info", vec![("neuron-get-comm-info", "unreachable")], "unreachable"),
+        ("schema-9", vec![("describe", SCHEMA_9)], "schema 1, the new one reads [9]"),
+        ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-2` and the new plugin `nccom`"),
+        ("no-89", vec![("neuron-get-version-info", "unreachable")], "unreachable"),
+    ] {
+        let file = build(name, &edits);
+        job.refuses(&job.order(&file), &[words]);
+    }
+    let broken = plugin_file("not-a-plugin", b"\0asm\x0d\0\x01\0");
+    job.refuses(&job.order(&broken), &["Get Version Info API is not implemented"]);
+    // What cannot be handed over is left behind on request.
+    let file = build("schema-9-again", &[("describe", SCHEMA_9)]);
+    job.commits(&Order { stateless: true, ..job.order(&file) });
+    job.end();
+}
+
+/// An old plugin that cannot hand over is replaced without; one that traps meanwhile takes nothing with it but itself.
+#[test]
+fn an_old_plugin_that_fails_in_its_life_cycle_is_replaced_stateless() {
+    for entry in ["quiesce", "export-state"] {
+        let old = build(&format!("old-{entry}"), &[(entry, "unreachable")]);
+        let path: PathBuf = old.path().into();
+        let job = Job::start(&format!("old-{entry}"), 2, |_, c| c.plugin = Some(path.clone()));
+        let file = build("after", &[]);
+        job.refuses(&job.order(&file), &["unreachable", "stateless"]);
+        job.commits(&Order { stateless: true, ..job.order(&file) });
+        for comm in job.end() {
+            assert!(comm.control_stopped().is_none());
+        }
+    }
+    let c = |c: &mut RuntimeConfig| c.limits.state = 64;
+    let job = Job::start("large", 2, |_, config| c(config));
+    let file = build("after-large", &[]);
+    job.refuses(&job.order(&file), &["bytes, 64 are allowed"]);
+    job.end();
+}
+
+/// An old plugin that hangs in a call holds a swap up, and is replaced by force; the caller reads why its call ended.
+#[test]
+fn an_old_plugin_that_hangs_is_replaced_by_force() {
+    let hangs = build("hangs", &[("neuron-get-peer-device-id", "(loop br 0) unreachable")]);
+    let (path, hung): (PathBuf, _) = (hangs.path().into(), Arc::new(AtomicBool::new(false)));
+    let (seen, errors) = (hung.clone(), Arc::new(std::sync::Mutex::new(Vec::new())));
+    let noted = errors.clone();
+    let job = Job::start_with(
+        "force",
+        2,
+        |_, c| c.plugin = Some(path.clone()),
+        move |comm, op| {
+            if comm.rank() == 1 && op == 50 {
+                seen.store(true, Ordering::Release);
+                noted.lock().unwrap().push(comm.peer_device_id(0).unwrap_err().to_string());
+            }
+        },
+    );
+    while !hung.load(Ordering::Acquire) {
+        std::thread::yield_now();
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let file = build("instead", &[]);
+    let report = coordinate(&Order { quiesce: Duration::from_millis(300), ..job.order(&file) }).unwrap();
+    assert!(!report.committed && report.reason.contains("1 calls are inside the old plugin"), "{}", report.reason);
+    job.commits(&Order { stateless: true, force: true, ..job.order(&file) });
+    job.end();
+    let errors = errors.lock().unwrap();
+    assert!(errors.len() == 1 && errors[0].contains("a hot swap (--force"), "{errors:?}");
+}
+
+/// Streams, groups and blocking calls in flight on several lanes; a communicator that is made meanwhile.
+#[test]
+fn streams_groups_and_new_communicators_are_swapped_with() {
+    let job = Job::start_with("streams", 3, no_change, |comm, op| {
+        if op % 40 != 0 {
+            return;
+        }
+        let mut stream = match comm.stream(0) {
+            Ok(s) => s,
+            // Taken by the pass before, whose sequence has to be known.
+            Err(_) => return,
+        };
+        let n = comm.nranks();
+        let t = Arc::new(comm.tensor(4096).unwrap());
+        for _ in 0..400 {
+            t.write(0, &1u32.to_le_bytes().repeat(1024)).unwrap();
+            let request = stream.all_reduce(Buffers::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+            let other = comm.tensor(64).unwrap();
+            let (next, before) = ((comm.rank() + 1) % n, (comm.rank() + n - 1) % n);
+            let mut group = comm.group();
+            group.send(&other, 0, 4, DataType::Uint32, next).unwrap();
+            group.recv(&other, 32, 4, DataType::Uint32, before).unwrap();
+            group.run().unwrap();
+            comm.barrier().unwrap();
+            request.wait().unwrap();
+            let mut sum = [0; 4];
+            t.read(4092, &mut sum).unwrap();
+            assert_eq!(u32::from_le_bytes(sum), n as u32);
+        }
+    });
+    let (a, b) = (build("streams-a", &[]), build("streams-b", &[]));
+    for file in [&a, &b, &a, &b] {
+        job.commits(&job.order(file));
+    }
+    job.end();
+}
+
+#[test]
+fn communicators_come_and_go_while_swaps_are_made() {
+    let port = free_port();
+    let job = Job::start_with("comes", 2, no_change, move |comm, op| {
+        if op % 5 == 0 {
+            let root = format!("127.0.0.1:{port}");
+            let options = CommOptions::with_root(root, comm.rank(), 2);
+            let mut second = comm.runtime().init_comm(options).unwrap();
+            assert!(!reduce(&mut second, false, op));
+        }
+    });
+    let (a, b) = (build("comes-a", &[]), build("comes-b", &[]));
+    let mut committed = 0;
+    for file in [&a, &b, &a, &b, &a, &b] {
+        // A communicator in the making holds a swap up, and one that has been held up for too long refuses.
+        let report = coordinate(&job.order(file)).unwrap();
+        committed += u64::from(report.committed);
+        job.goes_on();
+    }
+    assert!(committed > 0);
+    assert_eq!(job.serves().1, committed);
+    job.end();
+}
+
+/// The new plugin traps within probation: all ranks go back, also those where it did not.
+#[test]
+fn a_trap_in_probation_brings_the_old_plugin_back() {
+    let job = Job::start_with("probation", 2, no_change, |comm, op| {
+        // Only rank 1 calls the entry in which the new plugin traps.
+        if comm.rank() == 1 && op % 20 == 0 {
+            let _ = comm.peer_device_id(0);
+        }
+    });
+    let before = job.serves();
+    let file = build("traps-later", &[("neuron-get-peer-device-id", "unreachable")]);
+    let order = Order { probation: HANG, ..job.order(&file) };
+    let report = coordinate(&order).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    let until = Instant::now() + HANG;
+    while swap::status(&job.tenant).unwrap().iter().any(|s| s.counts.rolled_back == 0) {
+        assert!(Instant::now() < until, "{:?}", swap::status(&job.tenant));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    job.goes_on();
+    assert_eq!(job.serves(), (before.0, 2));
+    for s in swap::status(&job.tenant).unwrap() {
+        assert!(s.last.contains("went back") && s.last.contains("unreachable"), "{}", s.last);
+        assert_eq!((s.counts.committed, s.swap.as_str()), (2, ""));
+    }
+    for comm in job.end() {
+        comm.peer_device_id(0).unwrap();
+        assert!(comm.control_stopped().is_none());
+    }
+}
+
+/// Two versions at most: no third one before the first has gone.
+#[test]
+fn a_swap_in_probation_keeps_the_next_one_out() {
+    let job = Job::start("beside", 2, no_change);
+    let (a, b) = (build("beside-a", &[]), build("beside-b", &[]));
+    job.commits(&Order { probation: Duration::from_millis(1500), ..job.order(&a) });
+    job.refuses(&job.order(&b), &["is in probation for another"]);
+    let until = Instant::now() + HANG;
+    while swap::status(&job.tenant).unwrap().iter().any(|s| !s.swap.is_empty()) {
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    job.commits(&job.order(&b));
+    job.end();
+}
+
+/// A rank without a control socket cannot be left out.
+#[test]
+fn a_rank_without_a_control_socket_keeps_the_job_as_it_is() {
+    let job = Job::start("without", 2, |rank, c| c.control = rank == 0);
+    let file = build("half", &[]);
+    let order = Order { quiesce: Duration::from_millis(300), ..job.order(&file) };
+    let report = coordinate(&order).unwrap();
+    assert!(!report.committed);
+    // In one process the pids do not tell; the rank is missed when operations are to stand still.
+    assert!(report.reason.contains("did not hold its operations"), "{}", report.reason);
+    job.goes_on();
+    job.end();
+}
+
+#[test]
+fn a_transport_is_no_net_plugin() {
+    let job = Job::start("net", 2, no_change);
+    let transport = build("transport", &[]);
+    job.refuses(&Order { kind: Kind::Net, ..job.order(&transport) }, &["net plugin", "transport"]);
+    job.refuses(&Order { kind: Kind::Net, plugin: None, ..job.order(&transport) }, &["no plugin in probation"]);
+    job.end();
+}
+
+/// Ranks as processes.
+struct Processes {
+    tenant: String,
+    ranks: Vec<Rank>,
+}
+
+impl Processes {
+    /// `fault` is rank 1's.
+    fn start(name: &str, n: usize, fault: &str) -> Processes {
+        let (tenant, root) = (tenant(name), format!("127.0.0.1:{}", free_port()));
+        let ranks: Vec<Rank> = (0..n)
+            .map(|rank| {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_swap_rank"));
+                command.stdin(Stdio::piped());
+                let mut vars = vec![("SWAP_TENANT", tenant.as_str()), ("WCCL_TIMEOUT_MS", "20000")];
+                if rank == 1 && !fault.is_empty() {
+                    vars.push(("SWAP_FAULT", fault));
+                }
+                spawn(command, &root, "", rank, n, &vars)
+            })
+            .collect();
+        ranks.iter().for_each(|r| assert_eq!(r.line(), "ready"));
+        Processes { tenant, ranks }
+    }
+
+    fn generations(&self) -> Vec<u64> {
+        swap::status(&self.tenant).unwrap().iter().map(|s| s.generation).collect()
+    }
+
+    /// All ranks stop after the same operation, every result right.
+    fn end(mut self) {
+        let mut input = self.ranks[0].child.stdin.take().unwrap();
+        // The rank may have failed, which its lines tell.
+        let _ = writeln!(input, "enough");
+        let last: Vec<String> = self.ranks.iter().map(Rank::line).collect();
+        assert!(last[0].starts_with("done") && last.iter().all(|l| *l == last[0]), "{last:?}");
+    }
+}
+
+fn signal(rank: &Rank, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(rank.child.id() as i32).unwrap();
+    rustix::process::kill_process(pid, signal).unwrap();
+}
+
+#[test]
+fn four_processes_swap_under_load() {
+    let job = Processes::start("processes", 4, "");
+    let (a, b) = (build("process-a", &[]), build("process-b", &[]));
+    for (i, file) in [&a, &b, &a, &b].into_iter().enumerate() {
+        let report =
+            coordinate(&Order { probation: Duration::ZERO, ..Order::transport(&job.tenant, file.path()) }).unwrap();
+        assert!(report.committed, "{}", report.reason);
+        eprintln!("pause {:?}", report.pause());
+        assert_eq!(job.generations(), [i as u64 + 1; 4]);
+    }
+    job.end();
+}
+
+/// Stopped at a step, a rank keeps all from swapping or swaps with them when it goes on: never is one left behind.
+#[test]
+fn a_rank_that_is_stopped_at_any_step_leaves_no_mixture() {
+    let steps = [
+        ("Load", false),
+        ("Freeze", false),
+        ("Import", false),
+        ("Vote", false),
+        ("Closed", false),
+        ("Ready", false),
+        ("Decide", true),
+        ("Commit", true),
+        ("Exchange", true),
+    ];
+    let file = build("stopped", &[]);
+    // Compiled, so that the bounds below are of the swap alone.
+    drop(Runtime::open(RuntimeConfig { plugin: Some(file.path().into()), ..config() }).unwrap());
+    for (step, committed) in steps {
+        let job = Processes::start(&format!("stop-{step}"), 3, &format!("{step}:Stop"));
+        let order = Order {
+            timeout: Duration::from_secs(4),
+            quiesce: Duration::from_millis(500),
+            probation: Duration::ZERO,
+            ..Order::transport(&job.tenant, file.path())
+        };
+        let swap = std::thread::spawn(move || coordinate(&order).unwrap());
+        let until = Instant::now() + HANG;
+        while !hw_bridge::peers::is_stopped(job.ranks[1].child.id()) {
+            assert!(Instant::now() < until && !swap.is_finished(), "{step}: rank 1 did not stop");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Long enough for the others to give up, if they may.
+        let before_votes = ["Load", "Freeze", "Import", "Vote"].contains(&step);
+        std::thread::sleep(Duration::from_millis(if before_votes { 4500 } else { 1500 }));
+        signal(&job.ranks[1], rustix::process::Signal::CONT);
+        let report = swap.join().unwrap();
+        assert_eq!(report.committed, committed, "{step}: {report:?}");
+        if !committed {
+            assert!(!report.reason.is_empty(), "{step}");
+        }
+        assert_eq!(job.generations(), [u64::from(committed); 3], "{step}");
+        job.end();
+    }
+}
+
+/// Killed at a step, a rank leaves the survivors with the same plugin; their operations fail as after any death.
+#[test]
+fn a_rank_that_is_killed_at_any_step_leaves_no_mixture() {
+    let file = build("killed", &[]);
+    for step in ["Load", "Freeze", "Import", "Vote", "Closed", "Ready", "Decide", "Commit", "Exchange"] {
+        let job = Processes::start(&format!("kill-{step}"), 3, &format!("{step}:Kill"));
+        let order = Order { probation: Duration::ZERO, ..Order::transport(&job.tenant, file.path()) };
+        let begun = Instant::now();
+        let report = coordinate(&order).unwrap();
+        eprintln!("{step}: committed {} after {:?}: {}", report.committed, begun.elapsed(), report.reason);
+        let outcomes: Vec<bool> = report
+            .members
+            .iter()
+            .filter_map(|m| m.outcome.as_ref().ok())
+            .map(|o| matches!(o, Outcome::Swapped { .. }))
+            .collect();
+        assert!(outcomes.len() == 2 && outcomes.iter().all(|o| *o == report.committed), "{step}: {report:?}");
+        for rank in [&job.ranks[0], &job.ranks[2]] {
+            let said = rank.line();
+            assert!(said.starts_with("error") && said.contains("rank 1"), "{step}: {said}");
+        }
+    }
+}
