@@ -1,5 +1,5 @@
 //! `wccl demo`: what a newcomer sees. Ranks load the plugin, bootstrap, build rings, run every collective; every element of
-//! every result is compared with a reference that was computed without the runtime.
+//! every result is compared with a reference that was computed without the runtime. Then the second act ([`act_two`]).
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -9,6 +9,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
 
+use crate::act_two;
 use crate::collective::{self, Buffers, Case, Memory, has_in_place, has_root, reduces};
 use crate::measure::{self, number};
 use crate::term::{self, Paint, Progress};
@@ -59,7 +60,8 @@ pub struct Job {}
 /// A rank failed, or found wrong elements.
 pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     worker::launch(&args.ranks, &worker::Job::Demo(Job {}), log)?;
-    Ok(ExitCode::SUCCESS)
+    let right = act_two::run(args.ranks.plugin.as_deref())?;
+    Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// One rank.

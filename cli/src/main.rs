@@ -16,6 +16,7 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrongly used.
 
+mod act_two;
 mod bench;
 mod collective;
 mod demo;
@@ -23,6 +24,7 @@ mod explain;
 mod guard;
 mod info;
 mod launcher;
+mod load;
 mod measure;
 mod peer;
 mod plot;

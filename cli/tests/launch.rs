@@ -84,6 +84,20 @@ fn an_interface_that_does_not_exist_ends_a_demo_with_the_reason() {
     );
 }
 
+/// Both acts of the demo, and the last line that scripts look for.
+#[test]
+fn the_demo_ends_with_what_the_swaps_cost() {
+    let out = wccl().args(["demo", "-r", "2"]).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success(), "{}", said(&out));
+    has(&text, &["OK: every element of every result is right on all 2 ranks", "the call used more than its 300ms"]);
+    let last: Vec<&str> = text.lines().last().unwrap_or_default().split(' ').collect();
+    let [p99, ratio] = [5, last.len().saturating_sub(2)].map(|i| last.get(i).copied().unwrap_or_default());
+    let expected = format!("swap: 20 swaps, pause p99 {p99} ms, 0 lost, 0 wrong, other tenant {ratio} x");
+    assert_eq!(last.join(" "), expected);
+    assert!(p99.parse::<f64>().is_ok_and(|p| p > 0.0) && ratio.parse::<f64>().is_ok_and(|r| r > 0.0), "{expected}");
+}
+
 #[test]
 fn a_program_that_does_not_start_is_named() {
     for (program, words) in [("./no-such-program", "No such file"), ("/etc", "Permission denied")] {

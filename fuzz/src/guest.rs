@@ -7,12 +7,14 @@ use std::sync::{Arc, OnceLock};
 use host_runtime::plugin::{Kind, Library};
 use hw_bridge::device::IncrementRegister;
 use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
-use nccom::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
-use nccom::connect::P2pInfo;
-use nccom::peers::{PeerRecord, RECORD_BYTES};
-use nccom::rings::{Layout, TOPO_RANKS_BYTES, TopoRanks, pods, postset};
-use nccom::search::{self, Graph, RUNTIME_NAME};
-use nccom::topo::{Facts, Family, System, xml};
+use nccom_core::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
+use nccom_core::connect::P2pInfo;
+use nccom_core::peers::{PeerRecord, RECORD_BYTES};
+use nccom_core::rings::{Layout, TOPO_RANKS_BYTES, TopoRanks, both_ways_and_strided, doubled, pods, postset};
+use nccom_core::search::{self, Graph, RUNTIME_NAME};
+use nccom_core::state::{self, State};
+use nccom_core::topo::limits::MAX_CHANNELS;
+use nccom_core::topo::{Facts, Family, System, xml};
 
 /// Facts by a byte: every family there is, with one and two cores in a logical one.
 fn facts(byte: u8) -> Facts {
@@ -56,7 +58,7 @@ pub fn topology(data: &[u8]) {
 pub fn graph(data: &[u8]) {
     static SYSTEM: OnceLock<System> = OnceLock::new();
     let system = SYSTEM.get_or_init(|| {
-        let text = include_str!("../../plugins/nccom/src/topo/testdata/topo_4p1h.xml");
+        let text = include_str!("../../plugins/nccom-core/src/topo/testdata/topo_4p1h.xml");
         let mut system = System::from_document(text, Facts::default(), true).expect("the document is a published one");
         system.prepare();
         system
@@ -134,6 +136,35 @@ fn rings(b: &[u8]) {
                 }
             }
             Err(e) => assert!(!e.to_string().is_empty()),
+        }
+    }
+}
+
+/// The state of another instance behind a byte that chooses the schema: what is read is the same in every schema, and every
+/// release arranges rings from it that hold each rank once.
+pub fn state_import(data: &[u8]) {
+    let [schema, bytes @ ..] = data else { return };
+    let state = match State::decode(u32::from(*schema), bytes) {
+        Ok(state) => state,
+        Err(e) => return assert!(!e.text.is_empty()),
+    };
+    let said = format!("{state:?}");
+    for schema in state::READ {
+        let b = state::encode(schema, &state.head, &state.records, state.graph.as_ref(), state.wires.as_ref());
+        assert_eq!(State::decode(schema, &b).map(|s| format!("{s:?}")).as_ref(), Ok(&said));
+    }
+    let ranks: Vec<_> = state.records.iter().map(PeerRecord::rank_info).collect();
+    let Ok(layout) = Layout::of_ranks(&ranks) else { return };
+    let pods = pods(&layout, &ranks, Family(15), state.records[state.head.rank].pod_type, &|_| None);
+    assert!(pods.is_ok());
+    let Some(graph) = state.graph else { return };
+    for rings in [doubled(&graph.searched), both_ways_and_strided(&graph.searched, true)] {
+        assert!(rings.len() <= MAX_CHANNELS);
+        for ring in rings {
+            let mut sorted = ring.user_ranks.clone();
+            sorted.sort_unstable();
+            assert!(sorted.into_iter().eq(0..state.head.nranks as i32), "{ring:?}");
+            assert_eq!(ring.user_ranks[0], state.head.rank as i32);
         }
     }
 }

@@ -8,8 +8,9 @@
 //! |---|---|---|
 //! | `table` | `WCCL_TUNE_FILE` | `enc::table` |
 //! | `schedule` | a compiler of schedules gone wrong | `Schedule::seal`, `enc::check` |
-//! | `topology`, `graph` | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom::topo`, `nccom::search` |
-//! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom::bootstrap::wire` and the records |
+//! | `topology`, `graph` | `NCCL_TOPO_FILE`, `NCCL_GRAPH_FILE` | `nccom_core::topo`, `nccom_core::search` |
+//! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom_core::bootstrap::wire` and the records |
+//! | `state-import` | the plan that another instance exported | `nccom_core::state` |
 //! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
 //! | `loader` | a plugin file | `host_runtime::plugin` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
@@ -61,6 +62,7 @@ pub const TARGETS: [Target; 15] = [
     target("topology", guest::topology, 500),
     target("graph", guest::graph, 2000),
     target("bootstrap", guest::bootstrap, 5000),
+    target("state-import", guest::state_import, 5000),
     target("proxy", guest::proxy, 5000),
     target("loader", guest::loader, 30),
     target("control", peer::control, 300),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{config, world};
+use common::{config, releases, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
@@ -192,8 +192,8 @@ fn every_type_and_operation() {
 
 #[test]
 fn every_rank_count_and_awkward_counts() {
-    for n in 1..=16usize {
-        world(n, &config(), |mut comm| {
+    for (n, config) in (1..=16usize).flat_map(|n| releases().into_iter().map(move |c| (n, c))) {
+        world(n, &config, |mut comm| {
             for device in [true, false] {
                 for count in [0usize, 1, 2, 13, 255, 4099] {
                     all_collectives(&mut comm, device, DataType::Fp32, ReduceOp::Sum, count, count as u64);
@@ -223,9 +223,14 @@ fn forced(algorithm: Algorithm) -> RuntimeConfig {
 
 #[test]
 fn along_the_rings_of_the_plugin() {
-    for n in [2usize, 3, 4, 5, 8, 12] {
-        world(n, &forced(Algorithm::Ring), move |mut comm| {
+    let releases = || releases().into_iter().enumerate();
+    for (n, (i, config)) in [2usize, 3, 4, 5, 8, 12].into_iter().flat_map(|n| releases().map(move |r| (n, r))) {
+        let config = RuntimeConfig { algorithm: Some(Algorithm::Ring), ..config };
+        world(n, &config, move |mut comm| {
             assert!(comm.rings().iter().all(|r| r.len() == n));
+            // The second release turns every other one around.
+            let turned = n > 2 && comm.rings()[1][1..].iter().rev().eq(&comm.rings()[0][1..]);
+            assert_eq!(turned, n > 2 && i == 1, "{:?}", comm.rings());
             for op in ReduceOp::ALL {
                 for count in [1usize, 5, 4099, 100_000] {
                     all_collectives(&mut comm, true, DataType::Fp32, op, count, 9);
@@ -520,8 +525,8 @@ fn listed_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op
 
 #[test]
 fn collectives_with_roots_and_lists() {
-    for n in 1..=4usize {
-        world(n, &config(), move |mut comm| {
+    for (n, config) in (1..=4usize).flat_map(|n| releases().into_iter().map(move |c| (n, c))) {
+        world(n, &config, move |mut comm| {
             for device in [true, false] {
                 for turn in 0..4 {
                     for count in [0usize, 1, 5, 1000, 4099] {

@@ -25,7 +25,11 @@ struct Guest {
 }
 
 /// All guests of this workspace.
-const GUESTS: &[Guest] = &[Guest { package: "nccom", plugin: "nccom" }];
+const GUESTS: &[Guest] = &[
+    Guest { package: "nccom", plugin: "nccom" },
+    Guest { package: "nccom-next", plugin: "nccom-next" },
+    Guest { package: "nccom-stuck", plugin: "nccom-stuck" },
+];
 
 /// The cargo profile of guests, in the workspace's Cargo.toml.
 const PROFILE: &str = "guest";

@@ -73,6 +73,15 @@ pub struct ConnectionObject {
     pub early: Vec<u8>,
 }
 
+/// A socket that a plugin left with the host.
+#[derive(Debug)]
+pub enum Parked {
+    /// A listener.
+    Listener(ListenerObject),
+    /// A connection, with what came early.
+    Connection(ConnectionObject),
+}
+
 /// What of a communicator lives on the host: everything that must survive its plugin.
 #[derive(Debug)]
 pub struct CommCore {
@@ -90,6 +99,8 @@ pub struct CommCore {
     pub dynamic: Mutex<HashMap<u64, Arc<Mutex<HostMem>>>>,
     /// The switch that ends it.
     pub abort: AbortToken,
+    /// Bootstrap sockets between two instances, by slot; closed with the communicator.
+    pub parked: Mutex<HashMap<u32, Parked>>,
     tenant: Arc<Tenant>,
     grants: Mutex<HashMap<usize, [u8; IPC_BYTES]>>,
 }
@@ -106,6 +117,7 @@ impl CommCore {
             proxy: Mutex::default(),
             dynamic: Mutex::default(),
             abort,
+            parked: Mutex::default(),
             tenant,
             grants: Mutex::default(),
         })

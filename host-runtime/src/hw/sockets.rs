@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wasmtime::component::Resource;
 
-use super::objects::{ConnectionObject, ListenerObject};
+use super::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
 use super::{Answer, Trap};
 use crate::bindings::neuron::hw::sockets::{Host, Netif};
 use crate::limits::{ADDRESS_BYTES, byte_list};
 use crate::plugin::HostState;
 use crate::policy::{ALL_PORTS, listed};
 use crate::status::Status;
+use crate::tenant::lock;
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
@@ -413,6 +414,82 @@ fn bind(mut addr: SocketAddr, ports: &[(u16, u16)]) -> std::io::Result<TcpListen
     Err(last)
 }
 
+/// A socket's object, and its place among what is parked.
+trait Socket: Sized + Send + 'static {
+    const WHAT: &'static str;
+    fn park(self) -> Parked;
+    /// The object, or what it is instead.
+    fn unpark(parked: Parked) -> Result<Self, Parked>;
+}
+
+impl Socket for ConnectionObject {
+    const WHAT: &'static str = "connection";
+
+    fn park(self) -> Parked {
+        Parked::Connection(self)
+    }
+
+    fn unpark(parked: Parked) -> Result<Self, Parked> {
+        if let Parked::Connection(c) = parked { Ok(c) } else { Err(parked) }
+    }
+}
+
+impl Socket for ListenerObject {
+    const WHAT: &'static str = "listener";
+
+    fn park(self) -> Parked {
+        Parked::Listener(self)
+    }
+
+    fn unpark(parked: Parked) -> Result<Self, Parked> {
+        if let Parked::Listener(l) = parked { Ok(l) } else { Err(parked) }
+    }
+}
+
+impl HostState {
+    fn do_park<T: Socket>(
+        &mut self,
+        comm: &Resource<CommunicatorObject>,
+        slot: u32,
+        handle: Resource<T>,
+    ) -> Trap<Answer<()>> {
+        let comm = self.comm(comm)?;
+        // Given away by the guest: whatever happens, it is not the instance's any more.
+        let socket =
+            self.remove(handle).ok_or_else(|| wasmtime::format_err!("a handle that was given is not there"))?;
+        self.sockets -= 1;
+        let most = self.tenant.limits.sockets;
+        let mut parked = lock(&comm.parked);
+        if parked.contains_key(&slot) {
+            return Ok(Err(self.fail(Status::INVALID, format!("slot {slot} of communicator {} is taken", comm.id))));
+        }
+        if parked.len() >= most {
+            let why = format!("communicator {} already keeps {most} parked sockets", comm.id);
+            return Ok(Err(self.fail(Status::RESOURCE, why)));
+        }
+        parked.insert(slot, socket.park());
+        Ok(Ok(()))
+    }
+
+    fn do_unpark<T: Socket>(&mut self, comm: &Resource<CommunicatorObject>, slot: u32) -> Trap<Answer<Resource<T>>> {
+        let comm = self.comm(comm)?;
+        if let Err(s) = self.socket_quota() {
+            return Ok(Err(s));
+        }
+        let mut parked = lock(&comm.parked);
+        let found = match parked.remove(&slot).map(T::unpark) {
+            Some(Ok(socket)) => socket,
+            other => {
+                // One of the other kind stays.
+                parked.extend(other.and_then(Result::err).map(|p| (slot, p)));
+                let why = format!("slot {slot} of communicator {} holds no {}", comm.id, T::WHAT);
+                return Ok(Err(self.fail(Status::INVALID_HANDLE, why)));
+            }
+        };
+        Ok(self.add(found).inspect(|_| self.sockets += 1))
+    }
+}
+
 fn peer_name(stream: &TcpStream) -> String {
     stream.peer_addr().map_or_else(|_| "(gone)".into(), |a| a.to_string())
 }
@@ -517,6 +594,36 @@ impl Host for HostState {
         }
         self.do_recv(&connection, bytes, ms)
     }
+
+    fn park(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        slot: u32,
+        connection: Resource<ConnectionObject>,
+    ) -> Trap<Answer<()>> {
+        self.do_park(&comm, slot, connection)
+    }
+
+    fn unpark(&mut self, comm: Resource<CommunicatorObject>, slot: u32) -> Trap<Answer<Resource<ConnectionObject>>> {
+        self.do_unpark(&comm, slot)
+    }
+
+    fn park_listener(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        slot: u32,
+        listener: Resource<ListenerObject>,
+    ) -> Trap<Answer<()>> {
+        self.do_park(&comm, slot, listener)
+    }
+
+    fn unpark_listener(
+        &mut self,
+        comm: Resource<CommunicatorObject>,
+        slot: u32,
+    ) -> Trap<Answer<Resource<ListenerObject>>> {
+        self.do_unpark(&comm, slot)
+    }
 }
 
 /// Interfaces that carry an address, from the kernel's own tables.
@@ -542,6 +649,99 @@ fn interfaces() -> Vec<Netif> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeMap;
+    use std::sync::Arc;
+
+    use crate::abort::AbortToken;
+    use crate::bindings::neuron::hw::objects::HostCommunicator;
+    use crate::limits::Limits;
+    use crate::tenant::Tenant;
+    use hw_bridge::device::{DeviceConfig, DeviceModel};
+
+    /// An instance's state, with a communicator and a limit of sockets.
+    fn instance(sockets: usize) -> (HostState, Resource<CommunicatorObject>) {
+        let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
+        let limits = Limits { sockets, ..Limits::default() };
+        let tenant = Tenant::new("t".into(), 0, limits, Default::default(), device, BTreeMap::new(), 1 << 24).unwrap();
+        let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
+        let comm = s.create(0, 2).unwrap().unwrap();
+        (s, comm)
+    }
+
+    /// Another handle of it: calls take theirs.
+    fn borrow<T: 'static>(handle: &Resource<T>) -> Resource<T> {
+        Resource::new_borrow(handle.rep())
+    }
+
+    fn pair(s: &mut HostState) -> (Resource<ConnectionObject>, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        (s.new_connection(listener.accept().unwrap().0).unwrap(), far)
+    }
+
+    #[test]
+    fn a_parked_connection_goes_to_the_next_instance_with_what_came_early() {
+        let (mut old, comm) = instance(4);
+        let (conn, mut far) = pair(&mut old);
+        far.write_all(b"half").unwrap();
+        // Four of eight bytes came in time.
+        assert!(old.recv(borrow(&conn), 8, 500).unwrap().is_err());
+        old.park(borrow(&comm), 7, conn).unwrap().unwrap();
+        assert_eq!(old.sockets, 0);
+        // The successor has a table of its own, and a handle of the same communicator.
+        let core = old.comm(&comm).unwrap();
+        let mut new = HostState::new(old.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        let comm = new.add(CommunicatorObject(core)).unwrap();
+        old.release();
+        far.write_all(b"rest").unwrap();
+        let conn = new.unpark(borrow(&comm), 7).unwrap().unwrap();
+        assert_eq!(new.sockets, 1);
+        assert_eq!(new.recv(borrow(&conn), 8, 5000).unwrap().unwrap(), b"halfrest");
+        assert!(new.unpark(borrow(&comm), 7).unwrap().is_err());
+        let (causes, _) = new.take_causes();
+        assert!(causes.iter().any(|c| c.contains("slot 7") && c.contains("holds no connection")), "{causes:?}");
+    }
+
+    #[test]
+    fn slots_are_bounded_and_hold_one_kind() {
+        let (mut s, comm) = instance(2);
+        let park = |s: &mut HostState, slot| {
+            let (conn, far) = pair(s);
+            (s.park(borrow(&comm), slot, conn).unwrap(), far)
+        };
+        let kept = [park(&mut s, 0), park(&mut s, u32::MAX)];
+        assert!(kept.iter().all(|k| k.0.is_ok()));
+        let (refused, mut far) = park(&mut s, 0);
+        assert!(refused.is_err());
+        assert_eq!(far.read(&mut [0]).unwrap(), 0, "what is refused is closed");
+        assert!(park(&mut s, 1).0.is_err());
+        assert!(s.unpark_listener(borrow(&comm), 0).unwrap().is_err());
+        s.unpark(borrow(&comm), 0).unwrap().unwrap();
+        let said = s.take_causes().0.join("; ");
+        for part in ["slot 0 of communicator", "is taken", "already keeps 2 parked sockets", "holds no listener"] {
+            assert!(said.contains(part), "{said}");
+        }
+        // The instance's own limit counts what it takes back.
+        let (_conn, _far) = pair(&mut s);
+        assert!(s.unpark(borrow(&comm), u32::MAX).unwrap().is_err());
+    }
+
+    #[test]
+    fn what_nobody_takes_is_closed_with_the_communicator() {
+        let (mut s, comm) = instance(4);
+        let (conn, mut far) = pair(&mut s);
+        let listener = s.do_listen(&encode(&"127.0.0.1:0".parse().unwrap()), 100).unwrap();
+        let at = decode(&s.local_address(borrow(&listener)).unwrap()).unwrap();
+        s.park(borrow(&comm), 0, conn).unwrap().unwrap();
+        s.park_listener(borrow(&comm), 1, listener).unwrap().unwrap();
+        far.set_nonblocking(true).unwrap();
+        assert_eq!(far.read(&mut [0]).unwrap_err().kind(), ErrorKind::WouldBlock);
+        far.set_nonblocking(false).unwrap();
+        s.release();
+        assert_eq!(far.read(&mut [0]).unwrap(), 0);
+        assert!(TcpStream::connect(at).is_err());
+    }
 
     #[test]
     fn addresses_round_trip_in_28_bytes() {

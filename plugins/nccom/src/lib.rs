@@ -1,43 +1,25 @@
-//! nccom: the libnccom of this project, as a WebAssembly component.
-//!
-//! Rooms in the order data flows; all but the last three are pure and tested natively, without a sandbox:
-//!
-//! | room | owns |
-//! |---|---|
-//! | [`bootstrap`] | ids, the root, joining, the ring all-gather, point-to-point messages |
-//! | [`peers`] | the 112-byte record, host and process hashes, nodes |
-//! | [`topo`] | topology documents, system graph, paths |
-//! | [`search`] | ring search |
-//! | [`rings`] | preset, postset, ring checks, comm info |
-//! | [`connect`] | transport selection, connect records, the order of connects |
-//! | `host` | the imports behind the rooms' traits |
-//! | `plan` | what this library keeps of each communicator |
-//! | `exports` | the 37 entries, the task entry, the life cycle |
+//! nccom: every searched ring, and a copy of each.
 
-pub mod bootstrap;
-pub mod connect;
-pub mod fail;
-pub mod peers;
-pub mod rings;
-pub mod search;
-pub mod topo;
+use nccom_core::rings::{Ring, doubled};
+use nccom_core::{Library, Release};
 
-#[allow(missing_docs)]
-mod bindings {
-    wit_bindgen::generate!({
-        path: ["../../wit/nrt", "../../wit/hw", "../../wit/nccom", "../../wit/net", "../../wit/lifecycle", "../../wit/worlds"],
-        world: "wccl:worlds/transport-swappable",
-        features: ["hw", "lifecycle"],
-        generate_all,
-    });
+/// This release.
+#[derive(Debug)]
+pub struct Nccom;
 
-    // Natively the export names are no valid symbols for a linker's version script.
-    #[cfg(target_family = "wasm")]
-    use crate::exports::Nccom;
-    #[cfg(target_family = "wasm")]
-    export!(Nccom);
+impl Release for Nccom {
+    const NAME: &'static str = "nccom";
+    const VERSION: &'static str = "2.31.24.0";
+    const STATE_SCHEMA: u32 = 1;
+
+    fn arrange(searched: &[Ring], _any_pair: bool) -> Vec<Ring> {
+        doubled(searched)
+    }
 }
 
-mod exports;
-mod host;
-mod plan;
+/// The component.
+pub type Component = Library<Nccom>;
+
+// Natively the export names are no valid symbols for a linker's version script.
+#[cfg(target_family = "wasm")]
+nccom_core::bindings::export!(Component);

@@ -21,6 +21,19 @@ pub fn config() -> RuntimeConfig {
     c
 }
 
+/// The same with every release of the transport.
+pub fn releases() -> Vec<RuntimeConfig> {
+    let of = |name: &str| RuntimeConfig { plugin: Some(release(name)), ..config() };
+    ["nccom", "nccom-next"].map(of).into()
+}
+
+/// Where a release of the transport is.
+pub fn release(name: &str) -> std::path::PathBuf {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/plugins").join(format!("{name}.wasm"));
+    assert!(path.exists(), "target/plugins/{name}.wasm is missing: run `cargo xtask guests` (cargo xtask test does)");
+    path
+}
+
 /// A free port of the loopback interface that no other caller gets: below those that the kernel hands out by itself, so that
 /// no connection takes it meanwhile.
 pub fn free_port() -> u16 {

@@ -131,18 +131,20 @@ fn the_boundary_is_37_and_20_names() {
         assert!(!reverse.iter().any(|n| n == local || n.starts_with("nec-vil-")));
     }
 
-    let library = Library::link("nccom.wasm", &zoo::built("nccom.wasm").unwrap(), Kind::Transport, &[]).unwrap();
-    let ours: Vec<String> = library
-        .exports()
-        .into_iter()
-        .flat_map(|(_, functions)| functions)
-        .filter(|f| f.starts_with("neuron-"))
-        .collect();
-    assert_eq!(ours, NAMES);
-    for (name, functions) in library.imports() {
-        assert!(name.starts_with("neuron:nrt/") || name.starts_with("neuron:hw/"), "{name}");
-        for f in functions.iter().filter(|_| name.starts_with("neuron:nrt/")) {
-            assert!(reverse.contains(f), "{f} of {name}");
+    for name in ["nccom.wasm", "nccom-next.wasm"] {
+        let library = Library::link(name, &zoo::built(name).unwrap(), Kind::Transport, &[]).unwrap();
+        let ours: Vec<String> = library
+            .exports()
+            .into_iter()
+            .flat_map(|(_, functions)| functions)
+            .filter(|f| f.starts_with("neuron-"))
+            .collect();
+        assert_eq!(ours, NAMES);
+        for (name, functions) in library.imports() {
+            assert!(name.starts_with("neuron:nrt/") || name.starts_with("neuron:hw/"), "{name}");
+            for f in functions.iter().filter(|_| name.starts_with("neuron:nrt/")) {
+                assert!(reverse.contains(f), "{f} of {name}");
+            }
         }
     }
 }

@@ -191,6 +191,7 @@ fn files() -> Group {
                 }),
             ),
             loads("the library of this project", case(|| Ok(File::Bytes(zoo::built("nccom.wasm")?)))),
+            loads("its next release", case(|| Ok(File::Bytes(zoo::built("nccom-next.wasm")?)))),
             loads("the smallest transport: probe 89, every other entry NRT_FAILURE", changed(|_| Ok(()))),
         ],
     }

@@ -29,7 +29,8 @@ fn join_all(graphs: &[Graph], layout: &Layout, order: &[usize], family: Family) 
             TopoRanks::decode(&mine.encode()).unwrap()
         })
         .collect();
-    (0..layout.ranks()).map(|r| postset(&records, layout, order, family, r as i32).unwrap()).collect()
+    let joined = |r: usize| postset(&records, layout, order, family, r as i32).unwrap();
+    (0..layout.ranks()).map(joined).map(|c| Channels { rings: doubled(&c.rings), ..c }).collect()
 }
 
 fn check_rings(views: &[Channels]) {
@@ -348,6 +349,28 @@ fn one_rank_is_its_own_ring() {
     let views = join_all(&[graph_of(&[vec![0]])], &layout, &[0], Family(2));
     assert_eq!(views[0].rings[0], Ring { prev: 0, next: 0, user_ranks: vec![0], duplicate: false });
     assert_eq!(views[0].rings.len(), 2);
+}
+
+/// What nccom-next makes of the searched rings.
+#[test]
+fn both_directions_and_a_stride_order_close_on_every_rank() {
+    for n in 1..=9usize {
+        let searched = |rank: usize| vec![Ring::new((0..n).map(|i| ((i + rank) % n) as i32).collect()); 2];
+        for any_pair in [false, true] {
+            let views: Vec<Channels> = (0..n)
+                .map(|r| both_ways_and_strided(&searched(r), any_pair))
+                .map(|rings| Channels { rings, kangaring: Vec::new() })
+                .collect();
+            check_rings(&views);
+            let each = 1 + usize::from(n > 2) + usize::from(n > 3 && any_pair);
+            assert_eq!(views[0].rings.len(), 2 * each);
+            let orders: BTreeSet<&Vec<i32>> = views[0].rings[..each].iter().map(|r| &r.user_ranks).collect();
+            assert_eq!(orders.len(), each, "no two are the same");
+        }
+    }
+    assert_eq!(both_ways_and_strided(&vec![Ring::new((0..8).collect()); 20], true).len(), MAX_CHANNELS);
+    let stride = &both_ways_and_strided(&[Ring::new(vec![1, 2, 3, 0])], true)[2];
+    assert_eq!((stride.prev, stride.next, &stride.user_ranks), (2, 3, &vec![1, 3, 0, 2]));
 }
 
 proptest! {

@@ -4,8 +4,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::Sockets;
 use super::wire::Address;
+use super::{Ends, Sockets};
 use crate::fail::{Code, Failure};
 
 #[derive(Debug)]
@@ -20,10 +20,12 @@ pub(crate) struct Failing {
     pub dialled: std::cell::Cell<u32>,
 }
 
-impl Sockets for Failing {
+impl Ends for Failing {
     type Listener = TcpListener;
     type Conn = StdConn;
+}
 
+impl Sockets for Failing {
     fn listen(&self, at: &Address, ms: u32) -> Result<TcpListener, Failure> {
         StdSockets.listen(at, ms)
     }
@@ -70,10 +72,12 @@ fn fail(e: &std::io::Error) -> Failure {
     Failure::new(if late { Code::Timeout } else { Code::Closed }, e.to_string())
 }
 
-impl Sockets for StdSockets {
+impl Ends for StdSockets {
     type Listener = TcpListener;
     type Conn = StdConn;
+}
 
+impl Sockets for StdSockets {
     fn listen(&self, at: &Address, _: u32) -> Result<TcpListener, Failure> {
         let l = TcpListener::bind(system(at)).map_err(|e| fail(&e))?;
         l.set_nonblocking(true).map_err(|e| fail(&e))?;

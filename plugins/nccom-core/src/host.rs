@@ -6,9 +6,9 @@ use crate::bindings::neuron::hw::objects::{Communicator, Connection, Connector, 
 use crate::bindings::neuron::hw::{clock, config, files, links, log, pci, sockets};
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::bindings::neuron::nrt::{nec, nrt};
-use crate::bootstrap::Sockets;
 use crate::bootstrap::group::Group;
 use crate::bootstrap::wire::Address;
+use crate::bootstrap::{Ends, Sockets};
 use crate::connect::{Edge, IPC_BYTES, Links, P2pInfo, Transport};
 use crate::fail::{Code, Failure, invalid};
 use crate::peers::PeerRecord;
@@ -89,10 +89,12 @@ pub(crate) fn socket_timeout() -> Result<u32, Failure> {
 #[derive(Debug)]
 pub(crate) struct HostSockets;
 
-impl Sockets for HostSockets {
+impl Ends for HostSockets {
     type Listener = Listener;
     type Conn = Connection;
+}
 
+impl Sockets for HostSockets {
     fn listen(&self, at: &Address, ms: u32) -> Result<Listener, Failure> {
         Ok(sockets::listen(&at.0, ms)?)
     }

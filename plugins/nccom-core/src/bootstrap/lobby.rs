@@ -23,11 +23,12 @@ pub struct Lobby<C> {
     pause: u32,
 }
 
+/// One that was accepted. Absent, `until` is set when it is first listened to.
 #[derive(Debug)]
 struct Waiting<C> {
     conn: C,
     header: Option<Header>,
-    until: u64,
+    until: Option<u64>,
 }
 
 impl<C> Lobby<C> {
@@ -70,8 +71,7 @@ impl<C> Lobby<C> {
             let idle = self.waiting.is_empty() && !watching;
             match s.accept(listener, if idle { left } else { self.pause.min(left) }) {
                 Ok(conn) => {
-                    let until = s.now_ms() + u64::from(self.hello_ms);
-                    self.waiting.push(Waiting { conn, header: None, until });
+                    self.enter(conn, None);
                     self.pause = FIRST_PAUSE;
                 }
                 // It had all the time there is; whoever bounds this call may have given it less than was asked for.
@@ -80,6 +80,25 @@ impl<C> Lobby<C> {
                 Err(e) => return Err(e),
             }
         }
+    }
+
+    /// Lets one in that was accepted, with the first half of its message if that has come.
+    pub(super) fn enter(&mut self, conn: C, header: Option<Header>) {
+        self.waiting.push(Waiting { conn, header, until: None });
+    }
+
+    /// Who waits, with the first halves of their messages.
+    pub(super) fn who(&self) -> impl Iterator<Item = (&C, Option<Header>)> {
+        self.waiting.iter().map(|w| (&w.conn, w.header))
+    }
+
+    /// The same lobby with other ends of its connections.
+    pub(super) fn exchange<D>(self, mut conn: impl FnMut(C) -> Result<D, Failure>) -> Result<Lobby<D>, Failure> {
+        let mut there = Lobby::new(self.hello_ms, self.most);
+        for w in self.waiting {
+            there.enter(conn(w.conn)?, w.header);
+        }
+        Ok(there)
     }
 
     fn slow_down(&mut self) {
@@ -91,9 +110,10 @@ impl<C> Lobby<C> {
         let now = s.now_ms();
         let mut i = 0;
         while let Some(w) = self.waiting.get_mut(i) {
+            let until = *w.until.get_or_insert(now + u64::from(self.hello_ms));
             match look(s, &w.conn, &mut w.header, self.most, if i == 0 { ms } else { 0 }) {
                 Look::Message(kind, payload) => return Some((self.waiting.remove(i).conn, kind, payload)),
-                Look::Nothing if now < w.until => i += 1,
+                Look::Nothing if now < until => i += 1,
                 Look::Nothing | Look::Gone => drop(self.waiting.remove(i)),
             }
         }

@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::marker::PhantomData;
 
 use crate::bindings::exports::neuron::hw::task_entry;
 use crate::bindings::exports::neuron::lifecycle::lifecycle;
@@ -15,9 +16,11 @@ use crate::connect::Edge;
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostSockets, info, interface, socket_timeout};
 use crate::plan::{self, Init, Plan};
+use crate::{Release, state};
 
-/// The component.
-pub(crate) struct Nccom;
+/// The exports of a release.
+#[derive(Debug)]
+pub struct Library<R>(PhantomData<R>);
 
 thread_local! {
     static PLANS: RefCell<BTreeMap<u64, Plan>> = const { RefCell::new(BTreeMap::new()) };
@@ -96,10 +99,8 @@ fn no_network<T>(entry: &str) -> Status<T> {
     answer(entry, Err(Failure::new(Code::Failure, text)))
 }
 
-const VERSION: &str = "2.31.24.0";
-
-fn version_info(n: u32) -> VersionInfo {
-    let mut numbers = VERSION.split('.').map(|p| p.parse::<u64>().unwrap_or(0));
+fn version_info<R: Release>(n: u32) -> VersionInfo {
+    let mut numbers = R::VERSION.split('.').map(|p| p.parse::<u64>().unwrap_or(0));
     let mut next = || numbers.next().unwrap_or(0);
     VersionInfo {
         major: next(),
@@ -114,8 +115,8 @@ fn version_info(n: u32) -> VersionInfo {
 
 fn comm_info(i: crate::rings::CommInfo, p: &Plan) -> CommInfo {
     CommInfo {
-        cluster_id: p.cluster_id,
-        epoch: p.epoch,
+        cluster_id: p.head.cluster_id,
+        epoch: p.head.epoch,
         neuron_dev: i.neuron_dev,
         rank: i.rank,
         rank_n: i.rank_n,
@@ -225,9 +226,9 @@ fn passed<T>(r: Result<T, NrtStatus>) -> Result<T, Failure> {
     r.map_err(Failure::from)
 }
 
-impl Guest for Nccom {
+impl<R: Release> Guest for Library<R> {
     fn neuron_get_version_info(n: u32) -> VersionInfo {
-        version_info(n)
+        version_info::<R>(n)
     }
 
     fn neuron_get_unique_id(rank_n: i32, _hint: String) -> Status<Vec<u8>> {
@@ -260,7 +261,7 @@ impl Guest for Nccom {
     }
 
     fn neuron_build_graph_comm(comm: &Communicator) -> Status<()> {
-        answer("neuronBuildGraphComm", with_plan(comm, |p| p.build_graph(comm)))
+        answer("neuronBuildGraphComm", with_plan(comm, |p| p.build_graph::<R>(comm)))
     }
 
     fn neuron_get_comm_info(comm: &Communicator, want_peers: bool) -> Status<CommInfo> {
@@ -313,7 +314,7 @@ impl Guest for Nccom {
     }
 
     fn neuron_bootstrap_send(comm: &Communicator, peer: i32, data: Vec<u8>, hint: String) -> Status<()> {
-        answer("neuronBootstrapSend", with_plan(comm, |p| p.group()?.send(&HostSockets, peer, &data, &hint)))
+        answer("neuronBootstrapSend", with_plan(comm, |p| p.group(comm)?.send(&HostSockets, peer, &data, &hint)))
     }
 
     fn neuron_bootstrap_recv(comm: &Communicator, peer: i32, bytes: u64, hint: String) -> Status<Vec<u8>> {
@@ -323,13 +324,13 @@ impl Guest for Nccom {
             let n = n.ok_or_else(|| {
                 invalid(format!("a bootstrap message has at most {most} bytes, {bytes} were asked for"))
             })?;
-            p.group()?.recv(&HostSockets, peer, n, &hint)
+            p.group(comm)?.recv(&HostSockets, peer, n, &hint)
         });
         answer("neuronBootstrapRecv", r)
     }
 
     fn neuron_bootstrap_all_gather(comm: &Communicator, data: Vec<u8>, hint: String) -> Status<Vec<u8>> {
-        answer("neuronBootstrapAllGather", with_plan(comm, |p| p.group()?.all_gather(&HostSockets, &data, &hint)))
+        answer("neuronBootstrapAllGather", with_plan(comm, |p| p.group(comm)?.all_gather(&HostSockets, &data, &hint)))
     }
 
     fn neuron_preferred_nc_rid_nic(nc: u32, rid: u32) -> Status<i32> {
@@ -368,7 +369,9 @@ impl Guest for Nccom {
     fn neuron_get_peer_device_id(comm: &Communicator, peer: i32) -> Status<i32> {
         let r = with_plan(comm, |p| {
             let found = usize::try_from(peer).ok().and_then(|i| p.records.get(i));
-            found.map(|r| r.dev).ok_or_else(|| invalid(format!("rank {peer} is not one of the {} ranks", p.nranks)))
+            found
+                .map(|r| r.dev)
+                .ok_or_else(|| invalid(format!("rank {peer} is not one of the {} ranks", p.head.nranks)))
         });
         answer("neuronGetPeerDeviceId", r)
     }
@@ -407,7 +410,10 @@ impl Guest for Nccom {
         let r = with_plan(comm, |p| {
             let none = || {
                 let way = if is_send { "send" } else { "receive" };
-                invalid(format!("rank {} has no {way} connector for pattern {pattern:?}, channel {channel}", p.rank))
+                invalid(format!(
+                    "rank {} has no {way} connector for pattern {pattern:?}, channel {channel}",
+                    p.head.rank
+                ))
             };
             let channel = u32::try_from(channel).map_err(|_| none())?;
             let ring = p.channels.as_ref().and_then(|c| c.rings.get(channel as usize)).ok_or_else(none)?;
@@ -522,46 +528,47 @@ impl Guest for Nccom {
 
 /// The NIC nearest to a core, from the topology of any communicator of this instance.
 fn preferred(nc: u32, rid: u32) -> Result<(i32, String), Failure> {
-    PLANS.with_borrow(|plans| match plans.values().next() {
-        Some(p) => p.system.preferred_net(nc, rid).map_err(|e| invalid(e.to_string())),
+    PLANS.with_borrow_mut(|plans| match plans.values_mut().next() {
+        Some(p) => p.system()?.preferred_net(nc, rid).map_err(|e| invalid(e.to_string())),
         None => Err(Failure::new(Code::Uninitialized, "the topology is known once a communicator exists")),
     })
 }
 
-impl task_entry::Guest for Nccom {
+impl<R: Release> task_entry::Guest for Library<R> {
     fn run(kind: String, state: Vec<u8>, listener: Option<task_entry::Listener>) -> Status<()> {
         answer(&format!("task {kind}"), plan::run_task(&kind, &state, listener))
     }
 }
 
-impl lifecycle::Guest for Nccom {
+impl<R: Release> lifecycle::Guest for Library<R> {
     fn describe() -> lifecycle::Description {
         lifecycle::Description {
-            name: "nccom".into(),
-            version: VERSION.into(),
+            name: R::NAME.into(),
+            version: R::VERSION.into(),
             wire_compat: "nccom-bootstrap-2".into(),
-            state_schema: plan::STATE_SCHEMA,
-            reads_schemas: vec![plan::STATE_SCHEMA],
+            state_schema: R::STATE_SCHEMA,
+            reads_schemas: state::READ.into(),
         }
     }
 
     fn quiesce(comm: &Communicator) -> Status<()> {
         // Entries run to their end before this one begins; there is nothing in the background to wait for.
-        answer("quiesce", with_plan(comm, |_| Ok(())))
+        answer("quiesce", with_plan(comm, |p| p.park(comm)))
     }
 
     fn export_state(comm: &Communicator) -> Status<Vec<u8>> {
-        answer("export-state", with_plan(comm, |p| p.export()))
+        answer("export-state", with_plan(comm, |p| Ok(p.export::<R>())))
     }
 
     fn import_state(comm: &Communicator, schema: u32, state: Vec<u8>) -> Status<()> {
-        let r = Plan::import(comm, schema, &state).map(|plan| {
+        let r = Plan::import::<R>(comm, schema, &state).map(|plan| {
             PLANS.with_borrow_mut(|plans| plans.insert(comm.id(), plan));
         });
         answer("import-state", r)
     }
 
     fn resume(comm: &Communicator) -> Status<()> {
+        // The sockets are fetched when they are needed: until then the other side could still go on with them.
         answer("resume", with_plan(comm, |_| Ok(())))
     }
 }
@@ -569,6 +576,19 @@ impl lifecycle::Guest for Nccom {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rings::Ring;
+
+    struct Probe;
+
+    impl Release for Probe {
+        const NAME: &'static str = "probe";
+        const VERSION: &'static str = "2.31.24.0";
+        const STATE_SCHEMA: u32 = 1;
+
+        fn arrange(_: &[Ring], _: bool) -> Vec<Ring> {
+            Vec::new()
+        }
+    }
 
     /// Proves INV-07.
     #[test]
@@ -576,7 +596,7 @@ mod tests {
         for (n, hash, compat) in
             [(0, false, false), (47, false, false), (48, true, false), (55, true, false), (56, true, true)]
         {
-            let v = version_info(n);
+            let v = version_info::<Probe>(n);
             assert_eq!((v.git_hash.is_some(), v.compatibility_version), (hash, compat.then_some(89)), "{n}");
             assert_eq!((v.major, v.minor, v.patch, v.maintenance), (2, 31, 24, 0));
             assert!(v.git_hash.is_none_or(|h| h == [0; 16]));

@@ -2,13 +2,14 @@
 //!
 //! Written over [`Sockets`], so that the same code runs in the sandbox (over `neuron:hw/sockets`) and in native tests
 //! (over the system's). Rooms: [`wire`] the bytes, [`lobby`] who has connected and not spoken yet, [`root`] who collects,
-//! [`group`] what a rank does.
+//! [`group`] what a rank does, [`parked`] a group between two instances.
 //!
 //! A group comes about as a whole or not at all, and whoever fails says why: the root keeps every rank's connection until all
 //! rings are wired and tells all what ended one of them; later a rank that fails hands the reason on around the ring.
 
 pub mod group;
 pub mod lobby;
+pub mod parked;
 pub mod root;
 pub mod wire;
 
@@ -18,12 +19,16 @@ pub(crate) mod std_sockets;
 use crate::fail::{Code, Failure};
 use wire::{Address, Header, Kind};
 
-/// Sockets with deadlines. Every call is bounded by its `ms`; expiry is a failure, never a retry (INV-26).
-pub trait Sockets {
+/// What stands for sockets: the sockets themselves, or where they are kept.
+pub trait Ends {
     /// A listening socket; dropped means closed.
     type Listener;
     /// A connection; dropped means closed.
     type Conn;
+}
+
+/// Sockets with deadlines. Every call is bounded by its `ms`; expiry is a failure, never a retry (INV-26).
+pub trait Sockets: Ends {
     /// Binds and listens.
     fn listen(&self, at: &Address, ms: u32) -> Result<Self::Listener, Failure>;
     /// Where a listener really is.

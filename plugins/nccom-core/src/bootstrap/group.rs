@@ -8,18 +8,23 @@ use super::root::{hear_out, watch_root};
 use super::wire::{
     ANSWER_BYTES, Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal,
 };
-use super::{LOOK_MS, REASON_MS, Sockets, dial, expect, reason, recv_any, recv_message, send_message};
+use super::{Ends, LOOK_MS, REASON_MS, Sockets, dial, expect, reason, recv_any, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
 const HELLO_MS: u32 = 5_000;
+
+/// The lobby of a rank whose waits last `ms`.
+pub(super) fn hello_lobby<C>(ms: u32) -> Lobby<C> {
+    Lobby::new(HELLO_MS.min(ms), HELLO_BYTES.max(MAX_REFUSAL))
+}
 
 /// A block of the ring that the sockets' buffers hold, whatever the system's settings.
 const BUFFERED: usize = 16 << 10;
 
 /// One rank's bootstrap state.
 #[derive(Debug)]
-pub struct Group<S: Sockets> {
+pub struct Group<S: Ends> {
     /// This rank.
     pub rank: usize,
     /// World size.
@@ -30,15 +35,15 @@ pub struct Group<S: Sockets> {
     pub epoch: i64,
     /// Listen addresses in rank order.
     pub addresses: Vec<Address>,
-    timeout_ms: u32,
-    listener: S::Listener,
+    pub(super) timeout_ms: u32,
+    pub(super) listener: S::Listener,
     /// Who has connected here and not spoken yet.
-    lobby: Lobby<S::Conn>,
-    next: Option<S::Conn>,
-    prev: Option<S::Conn>,
-    send: Vec<Option<S::Conn>>,
+    pub(super) lobby: Lobby<S::Conn>,
+    pub(super) next: Option<S::Conn>,
+    pub(super) prev: Option<S::Conn>,
+    pub(super) send: Vec<Option<S::Conn>>,
     /// With the first half of a message whose rest has not come.
-    recv: Vec<Option<(S::Conn, Option<Header>)>>,
+    pub(super) recv: Vec<Option<(S::Conn, Option<Header>)>>,
 }
 
 /// What a rank needs to join.
@@ -92,7 +97,7 @@ impl<S: Sockets> Group<S> {
             addresses: vec![mine; j.nranks],
             timeout_ms: ms,
             listener,
-            lobby: Lobby::new(HELLO_MS.min(ms), HELLO_BYTES.max(MAX_REFUSAL)),
+            lobby: hello_lobby(ms),
             next: None,
             prev: None,
             send: (0..j.nranks).map(|_| None).collect(),

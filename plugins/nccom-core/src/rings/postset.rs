@@ -1,6 +1,6 @@
 //! Postset: node segments become global rings (topology-and-rings 7).
 //!
-//! The doubled half is a copy, in the same direction, and is marked `duplicate`: the spec's certain statement is
+//! The doubled half of nccom is a copy, in the same direction, and is marked `duplicate`: the spec's certain statement is
 //! "double by copying" (INV-51); "opposite direction" is its uncertain one.
 
 use super::RingError;
@@ -22,16 +22,58 @@ pub struct Ring {
     pub duplicate: bool,
 }
 
+impl Ring {
+    /// The ring along `order`, which begins with this rank.
+    pub fn new(order: Vec<i32>) -> Ring {
+        let (prev, next) = (order[order.len() - 1], order[1 % order.len()]);
+        Ring { prev, next, user_ranks: order, duplicate: false }
+    }
+}
+
+/// The searched rings, and behind them their copies, as far as there is room (INV-51).
+pub fn doubled(searched: &[Ring]) -> Vec<Ring> {
+    let copies = searched.iter().map(|r| Ring { duplicate: true, ..r.clone() });
+    searched.iter().cloned().chain(copies).take(MAX_CHANNELS).collect()
+}
+
+/// Of each searched ring with more than two ranks: itself, the opposite direction, and, if `any_pair` can be connected,
+/// its every other rank first and then the rest, which other links carry. As far as there is room; the host uses the first
+/// few, so they differ.
+pub fn both_ways_and_strided(searched: &[Ring], any_pair: bool) -> Vec<Ring> {
+    let arranged = searched.iter().flat_map(|ring| {
+        let me = ring.user_ranks[0];
+        let n = ring.user_ranks.len();
+        let mut all = vec![ring.clone()];
+        if n > 2 {
+            let mut order = ring.user_ranks.clone();
+            order[1..].reverse();
+            all.push(Ring::new(order));
+        }
+        if n > 3 && any_pair {
+            // All ranks count from rank 0.
+            let zero = ring.user_ranks.iter().position(|r| *r == 0).unwrap_or(0);
+            let at = |i: usize| ring.user_ranks[(zero + i) % n];
+            let mut order: Vec<i32> = (0..n).step_by(2).chain((1..n).step_by(2)).map(at).collect();
+            let mine = order.iter().position(|r| *r == me).unwrap_or(0);
+            order.rotate_left(mine);
+            all.push(Ring::new(order));
+        }
+        all
+    });
+    arranged.take(MAX_CHANNELS).collect()
+}
+
 /// What postset leaves in the communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Channels {
-    /// One ring a channel, at most 32.
+    /// One ring a channel, at most 32; of postset the searched ones.
     pub rings: Vec<Ring>,
     /// Kangaring table: at most 4 paths; empty on every family but switch-v1 (INV-53).
     pub kangaring: Vec<Vec<i32>>,
 }
 
-/// Joins all ranks' fragments. `all[r]` is rank r's record; `order` lists the nodes in ring order
+/// Joins all ranks' fragments to the searched rings; the release arranges its channels from them ([`doubled`],
+/// [`both_ways_and_strided`]). `all[r]` is rank r's record; `order` lists the nodes in ring order
 /// ([`super::Pods::order`]).
 ///
 /// # Errors
@@ -61,18 +103,7 @@ pub fn postset(
         prev.push(p);
         next.push(x);
     }
-    let count = (2 * found).min(MAX_CHANNELS);
-    for c in found..count {
-        prev.push(prev[c - found].clone());
-        next.push(next[c - found].clone());
-    }
-    let user_ranks = build_rings(count, rank, n, &prev, &next)?;
-    let me = rank as usize;
-    let rings = user_ranks
-        .into_iter()
-        .enumerate()
-        .map(|(c, user_ranks)| Ring { prev: prev[c][me], next: next[c][me], user_ranks, duplicate: c >= found })
-        .collect();
+    let rings = build_rings(found, rank, n, &prev, &next)?.into_iter().map(Ring::new).collect();
     let kangaring = if family.is_switch_v1() { kangaring(all, layout, order, &next)? } else { Vec::new() };
     Ok(Channels { rings, kangaring })
 }

@@ -3,46 +3,49 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::Release;
 use crate::bindings::exports::neuron::nccom::collectives::NeuronDeviceInfo;
 use crate::bindings::neuron::hw::objects::{Communicator, Connector};
 use crate::bindings::neuron::hw::{clock, identity, links, random, rendezvous, sockets, tasks};
 use crate::bindings::neuron::nrt::{nec, nrt};
 use crate::bootstrap::group::{Group, Join};
+use crate::bootstrap::parked::Slots;
 use crate::bootstrap::root::{Duty, claim, serve, serve_local, withdraw};
-use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id, u32_at, u64_at};
+use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id, u32_at};
 use crate::connect::{self, Edge};
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostLinks, HostMachine, HostSockets, granted_file, info, interface, socket_timeout, var, warn};
 use crate::peers::{PeerRecord, RECORD_BYTES, host_hash, pid_hash};
-use crate::rings::{self, Channels, Layout, Pods, Ring, TopoRanks};
+use crate::rings::{self, Channels, Layout, Pods, TopoRanks};
 use crate::search;
+use crate::state::{self, Graph, Head, MAX_RANKS, State};
 use crate::topo::{self, Machine, RankInfo, System};
-
-/// Schema of the exported state.
-pub(crate) const STATE_SCHEMA: u32 = 1;
-/// Ranks of a group: what the roll and the records of one fit this library's memory.
-const MAX_RANKS: u32 = 4096;
-const STATE_MAGIC: u32 = 0x316e_6c70;
 
 /// One communicator's plan.
 pub(crate) struct Plan {
-    pub rank: usize,
-    pub nranks: usize,
-    pub cluster_id: u64,
-    pub epoch: i64,
-    dev: i32,
-    /// Bootstrap connections; absent after this plan was taken over from another instance.
-    pub group: Option<Group<HostSockets>>,
+    pub head: Head,
+    wires: Wires,
     pub records: Vec<PeerRecord>,
     ranks: Vec<RankInfo>,
     machine: HostMachine,
-    pub system: System,
+    /// Made when it is needed first: a plan that was taken over hardly ever needs it.
+    system: Option<System>,
     layout: Layout,
     pods: Pods,
+    graph: Option<Graph>,
+    /// What the release arranged from the graph.
     pub channels: Option<Channels>,
-    cycles: Vec<Vec<i32>>,
     pub connectors: BTreeMap<Edge, Connector>,
-    timeout_ms: u32,
+}
+
+/// The bootstrap's sockets.
+enum Wires {
+    /// In this instance.
+    Held(Group<HostSockets>),
+    /// With the host: since `quiesce`, until they are needed.
+    Parked(Group<Slots>),
+    /// They ended with the instance that held them, or could not be moved.
+    Gone,
 }
 
 fn failed(e: impl std::fmt::Display) -> Failure {
@@ -141,7 +144,7 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
     // From here on the ring tells them.
     let made = make(i, &mut group, rank, nranks, &id, ms).inspect_err(|e| group.give_up(&HostSockets, e));
     let (comm, mut plan) = made?;
-    plan.group = Some(group);
+    plan.wires = Wires::Held(group);
     Ok((comm, plan))
 }
 
@@ -160,8 +163,10 @@ fn make(
         all.chunks(RECORD_BYTES).enumerate().map(|(r, b)| PeerRecord::decode(b, r)).collect::<Result<_, _>>()?;
     let comm = Communicator::create(i.rank, i.nranks)
         .map_err(|s| Failure::from(s).during("making the communicator's memory and control block on the host"))?;
-    let head = Head { rank, nranks, cluster_id: group.cluster_id, epoch: group.epoch, dev: i.dev.nec_dev_id };
-    let plan = Plan::of_records(head, records, ms)?;
+    let (cluster_id, epoch) = (group.cluster_id, group.epoch);
+    let head = Head { rank, nranks, dev: i.dev.nec_dev_id, timeout_ms: ms, cluster_id, epoch };
+    let mut plan = Plan::of_records(head, records)?;
+    plan.system()?;
     Ok((comm, plan))
 }
 
@@ -300,120 +305,130 @@ fn record(dev: &NeuronDeviceInfo, rank: usize, id: &[u8]) -> Result<PeerRecord, 
     })
 }
 
-/// What a plan begins with, whether from a bootstrap or from another instance.
-struct Head {
-    rank: usize,
-    nranks: usize,
-    cluster_id: u64,
-    epoch: i64,
-    dev: i32,
-}
-
 impl Plan {
-    /// Everything that follows from the records: device maps, topology, layout, pods.
-    fn of_records(h: Head, records: Vec<PeerRecord>, ms: u32) -> Result<Plan, Failure> {
-        let me = records[h.rank];
+    /// What follows from the records: who is where.
+    fn of_records(head: Head, records: Vec<PeerRecord>) -> Result<Plan, Failure> {
         let ranks: Vec<RankInfo> = records.iter().map(PeerRecord::rank_info).collect();
-        let mut accelerators: BTreeMap<i32, i32> = BTreeMap::new();
-        for r in records.iter().filter(|r| r.same_node(&me)) {
-            accelerators.insert(r.mla_idx, r.host_device_id);
-        }
-        let (mla, hosts): (Vec<i32>, Vec<i32>) = accelerators.into_iter().unzip();
-        nec::nec_build_port_and_rid_map(h.dev, &mla, &hosts)
-            .map_err(|s| Failure::from(s).during("building the port and routing-id maps"))?;
-        let machine = HostMachine { dev: h.dev };
-        let topo_file = granted_file("NCCL_TOPO_FILE")?;
-        let (system, xml) =
-            topo::discover(&machine, &ranks, h.rank as i32, &var, topo_file.as_deref()).map_err(|e| {
-                let from = topo_file.as_ref().map_or(String::new(), |_| {
-                    format!(" (NCCL_TOPO_FILE={})", var("NCCL_TOPO_FILE").unwrap_or_default())
-                });
-                Failure::new(Code::Invalid, format!("topology discovery failed{from}: {e}"))
-            })?;
-        if h.rank == 0 && var("NCCL_TOPO_DUMP_FILE").is_some() {
-            crate::bindings::neuron::hw::files::write("NCCL_TOPO_DUMP_FILE", xml.as_bytes())?;
-        }
-        let family = machine.family().map_err(failed)?;
+        let machine = HostMachine { dev: head.dev };
         let layout = Layout::of_ranks(&ranks).map_err(failed)?;
-        let peer = |node: i32| nec::nec_get_p2p_pod_peer_node(h.dev as u32, node, 1).ok();
-        let pods = rings::pods(&layout, &ranks, family, me.pod_type, &peer).map_err(failed)?;
+        let peer = |node: i32| nec::nec_get_p2p_pod_peer_node(head.dev as u32, node, 1).ok();
+        let family = machine.family().map_err(failed)?;
+        let pods = rings::pods(&layout, &ranks, family, records[head.rank].pod_type, &peer).map_err(failed)?;
         pods.log.iter().for_each(|l| info(l));
         Ok(Plan {
-            rank: h.rank,
-            nranks: h.nranks,
-            cluster_id: h.cluster_id,
-            epoch: h.epoch,
-            dev: h.dev,
-            group: None,
+            head,
+            wires: Wires::Gone,
             records,
             ranks,
             machine,
-            system,
+            system: None,
             layout,
             pods,
+            graph: None,
             channels: None,
-            cycles: Vec::new(),
             connectors: BTreeMap::new(),
-            timeout_ms: ms,
         })
     }
 
+    /// The topology: device maps, then the system's graph.
+    pub fn system(&mut self) -> Result<&System, Failure> {
+        if self.system.is_none() {
+            self.system = Some(self.discover()?);
+        }
+        self.system.as_ref().ok_or_else(|| Failure::new(Code::Failure, "the topology that was just made is gone"))
+    }
+
+    fn discover(&self) -> Result<System, Failure> {
+        let Head { rank, dev, .. } = self.head;
+        let me = self.records[rank];
+        let mut accelerators: BTreeMap<i32, i32> = BTreeMap::new();
+        for r in self.records.iter().filter(|r| r.same_node(&me)) {
+            accelerators.insert(r.mla_idx, r.host_device_id);
+        }
+        let (mla, hosts): (Vec<i32>, Vec<i32>) = accelerators.into_iter().unzip();
+        nec::nec_build_port_and_rid_map(dev, &mla, &hosts)
+            .map_err(|s| Failure::from(s).during("building the port and routing-id maps"))?;
+        let topo_file = granted_file("NCCL_TOPO_FILE")?;
+        let found = topo::discover(&self.machine, &self.ranks, rank as i32, &var, topo_file.as_deref());
+        let (system, xml) = found.map_err(|e| {
+            let from = topo_file
+                .as_ref()
+                .map_or(String::new(), |_| format!(" (NCCL_TOPO_FILE={})", var("NCCL_TOPO_FILE").unwrap_or_default()));
+            Failure::new(Code::Invalid, format!("topology discovery failed{from}: {e}"))
+        })?;
+        if rank == 0 && var("NCCL_TOPO_DUMP_FILE").is_some() {
+            crate::bindings::neuron::hw::files::write("NCCL_TOPO_DUMP_FILE", xml.as_bytes())?;
+        }
+        Ok(system)
+    }
+
     /// `neuronBuildGraphComm`: search, preset, the 960-byte exchange, postset, connect the rings (INV-55).
-    pub fn build_graph(&mut self, comm: &Communicator) -> Result<(), Failure> {
+    pub fn build_graph<R: Release>(&mut self, comm: &Communicator) -> Result<(), Failure> {
         if self.channels.is_some() {
             return Ok(());
         }
         // The others are in the exchange, or on their way to it.
-        self.search_and_connect(comm).inspect_err(|e| {
-            if let Some(g) = &mut self.group {
+        self.search_and_connect::<R>(comm).inspect_err(|e| {
+            if let Wires::Held(g) = &mut self.wires {
                 g.give_up(&HostSockets, e);
             }
         })
     }
 
-    fn search_and_connect(&mut self, comm: &Communicator) -> Result<(), Failure> {
+    fn search_and_connect<R: Release>(&mut self, comm: &Communicator) -> Result<(), Failure> {
         let graph_file = granted_file(search::GRAPH_FILE)?;
-        let outcome =
-            search::compute(&self.system, &var, graph_file.as_deref(), search::RUNTIME_NAME).map_err(|e| {
-                let from = graph_file.as_ref().map_or(String::new(), |_| {
-                    format!(" ({}={})", search::GRAPH_FILE, var(search::GRAPH_FILE).unwrap_or_default())
-                });
-                Failure::new(Code::Failure, format!("the ring search failed{from}: {e}"))
-            })?;
+        let system = self.system()?;
+        let outcome = search::compute(system, &var, graph_file.as_deref(), search::RUNTIME_NAME).map_err(|e| {
+            let from = graph_file.as_ref().map_or(String::new(), |_| {
+                format!(" ({}={})", search::GRAPH_FILE, var(search::GRAPH_FILE).unwrap_or_default())
+            });
+            Failure::new(Code::Failure, format!("the ring search failed{from}: {e}"))
+        })?;
         outcome.log.iter().for_each(|l| info(l));
+        let mut log = Vec::new();
+        let cycles = search::fork::mla_cycles(system, &mut log);
+        let rank = self.head.rank as i32;
         let family = self.machine.family().map_err(failed)?;
-        let (mine, _) = rings::preset(&outcome.graph, self.rank as i32, family).map_err(failed)?;
-        let all = self.group()?.all_gather(&HostSockets, &mine.encode(), "ncclTopoPostset")?;
+        let (mine, _) = rings::preset(&outcome.graph, rank, family).map_err(failed)?;
+        let all = self.group(comm)?.all_gather(&HostSockets, &mine.encode(), "ncclTopoPostset")?;
         let fragments: Vec<TopoRanks> =
             all.chunks(rings::TOPO_RANKS_BYTES).map(TopoRanks::decode).collect::<Result<_, _>>().map_err(failed)?;
-        let channels =
-            rings::postset(&fragments, &self.layout, &self.pods.order, family, self.rank as i32).map_err(failed)?;
-        let mut log = Vec::new();
-        self.cycles = search::fork::mla_cycles(&self.system, &mut log);
+        let Channels { rings: searched, kangaring } =
+            rings::postset(&fragments, &self.layout, &self.pods.order, family, rank).map_err(failed)?;
         log.iter().for_each(|l| info(l));
-        if self.nranks > 1 {
-            let edges = connect::ring_edges(self.rank, channels.rings.iter().map(|r| (r.prev, r.next)));
-            self.connect(comm, &edges)?;
+        let graph = Graph { searched, kangaring, cycles };
+        let channels = self.arrange::<R>(&graph)?;
+        if self.head.nranks > 1 {
+            self.connect(comm, &ring_edges(self.head.rank, &channels))?;
         }
-        let p2p = search::p2p_channels(&self.system, channels.rings.len());
+        let p2p = search::p2p_channels(self.system()?, channels.rings.len());
         info(&format!("Numbers of channels set to {}", p2p.channels));
-        self.channels = Some(channels);
+        (self.graph, self.channels) = (Some(graph), Some(channels));
         Ok(())
+    }
+
+    /// The release's channels. Any two ranks of one server can be connected, unless the user bounds what links may do.
+    fn arrange<R: Release>(&self, graph: &Graph) -> Result<Channels, Failure> {
+        let policy = topo::P2pPolicy::from_vars(&var).map_err(|e| invalid(e.to_string()))?;
+        let any_pair = self.layout.nodes.len() == 1 && !policy.disabled && policy.level.is_none();
+        Ok(Channels { rings: R::arrange(&graph.searched, any_pair), kangaring: graph.kangaring.clone() })
     }
 
     /// `neuronExpandConnectivity`: every pair of ranks (our reading of both kinds), once.
     pub fn expand(&mut self, comm: &Communicator) -> Result<(), Failure> {
-        let wanted = connect::mesh_edges(self.rank, self.nranks);
+        let wanted = connect::mesh_edges(self.head.rank, self.head.nranks);
         // Both sides must ask for the same edges, so none is left out because it is connected already.
         self.connect(comm, &wanted)
     }
 
     fn connect(&mut self, comm: &Communicator, edges: &BTreeSet<Edge>) -> Result<(), Failure> {
-        let Plan { group, records, system, machine, .. } = self;
-        let Some(group) = group else { return Err(taken_over()) };
-        let (rank, nranks) = (group.rank, group.nranks);
-        let mut links =
-            HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms: self.timeout_ms };
+        self.system()?;
+        self.group(comm)?;
+        let Head { rank, nranks, timeout_ms, .. } = self.head;
+        let Plan { wires: Wires::Held(group), records, system: Some(system), machine, .. } = self else {
+            return Err(gone());
+        };
+        let mut links = HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms };
         let made = connect::run(&mut links, rank, nranks, edges);
         // Nobody goes on before all have mapped what they need: a rank that is quickly done, and gone, would take its memory
         // with it while a slower peer still asks for it. A rank that failed breaks the ring, and the others learn it at once.
@@ -429,89 +444,89 @@ impl Plan {
         Ok(())
     }
 
-    /// The bootstrap connections.
-    pub fn group(&mut self) -> Result<&mut Group<HostSockets>, Failure> {
-        self.group.as_mut().ok_or_else(taken_over)
+    /// The bootstrap connections; fetched from the host if they are parked there.
+    pub fn group(&mut self, comm: &Communicator) -> Result<&mut Group<HostSockets>, Failure> {
+        if let Wires::Parked(_) = self.wires {
+            let Wires::Parked(group) = std::mem::replace(&mut self.wires, Wires::Gone) else { return Err(gone()) };
+            let fetched = group
+                .exchange(|slot| Ok(sockets::unpark_listener(comm, slot)?), |slot| Ok(sockets::unpark(comm, slot)?));
+            self.wires = Wires::Held(fetched.map_err(|e: Failure| e.during("fetching the bootstrap connections"))?);
+        }
+        match &mut self.wires {
+            Wires::Held(group) => Ok(group),
+            _ => Err(gone()),
+        }
+    }
+
+    /// Leaves the sockets with the host, for whoever goes on: a successor, or this instance again.
+    pub fn park(&mut self, comm: &Communicator) -> Result<(), Failure> {
+        let group = match std::mem::replace(&mut self.wires, Wires::Gone) {
+            Wires::Held(group) => group,
+            // Nobody has needed them since the last time.
+            other => {
+                self.wires = other;
+                return Ok(());
+            }
+        };
+        // The listener has slot 0.
+        let mut conns = 1..;
+        let listener = |l| sockets::park_listener(comm, 0, l).map(|()| 0).map_err(Failure::from);
+        let conn = |c| {
+            let slot = conns.next().unwrap_or(u32::MAX);
+            sockets::park(comm, slot, c).map(|()| slot).map_err(Failure::from)
+        };
+        let parked = group.exchange(listener, conn);
+        self.wires = Wires::Parked(parked.map_err(|e| e.during("parking the bootstrap connections"))?);
+        Ok(())
     }
 
     /// `neuronGetCommInfo`.
     pub fn comm_info(&self, want_peers: bool) -> Result<rings::CommInfo, Failure> {
-        let channels = self.channels.as_ref();
-        rings::comm_info(self.rank as i32, &self.ranks, &self.layout, &self.pods, channels, &self.cycles, want_peers)
-            .map_err(failed)
+        let (rank, channels) = (self.head.rank as i32, self.channels.as_ref());
+        let cycles = self.graph.as_ref().map_or(&[][..], |g| &g.cycles);
+        rings::comm_info(rank, &self.ranks, &self.layout, &self.pods, channels, cycles, want_peers).map_err(failed)
     }
 
     /// The CPUs near this rank's device, from the topology.
-    pub fn near_cpus(&self) -> Result<Vec<u64>, Failure> {
-        self.system.affinity(self.rank as i32).map(|m| m.0.to_vec()).map_err(failed)
+    pub fn near_cpus(&mut self) -> Result<Vec<u64>, Failure> {
+        let rank = self.head.rank as i32;
+        self.system()?.affinity(rank).map(|m| m.0.to_vec()).map_err(failed)
     }
 
-    /// The plan as bytes: head, records, rings.
-    pub fn export(&self) -> Result<Vec<u8>, Failure> {
-        let channels =
-            self.channels.as_ref().ok_or_else(|| Failure::new(Code::Uninitialized, "the graph is not built yet"))?;
-        let mut b = Vec::new();
-        for word in [STATE_MAGIC, self.rank as u32, self.nranks as u32, self.dev as u32] {
-            b.extend_from_slice(&word.to_le_bytes());
-        }
-        b.extend_from_slice(&self.cluster_id.to_le_bytes());
-        b.extend_from_slice(&self.epoch.to_le_bytes());
-        b.extend_from_slice(&(channels.rings.len() as u32).to_le_bytes());
-        b.extend_from_slice(&self.timeout_ms.to_le_bytes());
-        for r in &self.records {
-            b.extend_from_slice(&r.encode());
-        }
-        for ring in &channels.rings {
-            b.push(u8::from(ring.duplicate));
-            for r in &ring.user_ranks {
-                b.extend_from_slice(&r.to_le_bytes());
+    /// The plan as bytes of the release's schema. Sockets go along if they are parked; else it is a checkpoint.
+    pub fn export<R: Release>(&self) -> Vec<u8> {
+        let wires = match &self.wires {
+            Wires::Parked(group) => Some(group),
+            _ => None,
+        };
+        state::encode(R::STATE_SCHEMA, &self.head, &self.records, self.graph.as_ref(), wires)
+    }
+
+    /// A plan from another instance's bytes, of any release. Its sockets, if it parked them, stay with the host until they
+    /// are needed, so that a swap that is given up can still go back; links are the host's and are taken up at once.
+    pub fn import<R: Release>(comm: &Communicator, schema: u32, b: &[u8]) -> Result<Plan, Failure> {
+        let state = State::decode(schema, b)?;
+        let mut plan = Plan::of_records(state.head, state.records)?;
+        plan.wires = state.wires.map_or(Wires::Gone, Wires::Parked);
+        if let Some(graph) = state.graph {
+            let channels = plan.arrange::<R>(&graph)?;
+            for e in ring_edges(plan.head.rank, &channels) {
+                let c = links::connect(comm, e.peer as i32, e.channel, e.is_send, &[], plan.head.timeout_ms)?;
+                plan.connectors.insert(e, c);
             }
+            (plan.graph, plan.channels) = (Some(graph), Some(channels));
         }
-        Ok(b)
-    }
-
-    /// A plan from another instance's bytes. Bootstrap connections do not come along; links do, they are the host's.
-    pub fn import(comm: &Communicator, schema: u32, b: &[u8]) -> Result<Plan, Failure> {
-        let bad = |what: &str| invalid(format!("the state of another instance cannot be taken over: {what}"));
-        if schema != STATE_SCHEMA {
-            return Err(bad(&format!("schema {schema}, {STATE_SCHEMA} is read")));
-        }
-        if b.len() < 40 || u32_at(b, 0) != STATE_MAGIC {
-            return Err(bad("no valid header"));
-        }
-        let (rank, nranks, nrings) = (u32_at(b, 4) as usize, u32_at(b, 8) as usize, u32_at(b, 32) as usize);
-        let ring_bytes = nranks.saturating_mul(4).saturating_add(1);
-        let need =
-            nranks.saturating_mul(RECORD_BYTES).saturating_add(nrings.saturating_mul(ring_bytes)).saturating_add(40);
-        if rank >= nranks || nrings > 32 || b.len() != need {
-            return Err(bad(&format!("rank {rank} of {nranks}, {nrings} rings, {} bytes", b.len())));
-        }
-        let (head, rest) = b[40..].split_at(nranks * RECORD_BYTES);
-        let records = head
-            .chunks(RECORD_BYTES)
-            .enumerate()
-            .map(|(r, b)| PeerRecord::decode(b, r))
-            .collect::<Result<Vec<_>, _>>()?;
-        let h =
-            Head { rank, nranks, cluster_id: u64_at(b, 16), epoch: u64_at(b, 24) as i64, dev: u32_at(b, 12) as i32 };
-        let mut plan = Plan::of_records(h, records, u32_at(b, 36))?;
-        let mut all = Vec::with_capacity(nrings);
-        for ring in rest.chunks(ring_bytes) {
-            let user_ranks: Vec<i32> = ring[1..].chunks(4).map(|w| u32_at(w, 0) as i32).collect();
-            let (prev, next) = (user_ranks[nranks - 1], user_ranks[1 % nranks]);
-            all.push(Ring { prev, next, user_ranks, duplicate: ring[0] != 0 });
-        }
-        for e in connect::ring_edges(rank, all.iter().map(|r| (r.prev, r.next))) {
-            let c = links::connect(comm, e.peer as i32, e.channel, e.is_send, &[], plan.timeout_ms)?;
-            plan.connectors.insert(e, c);
-        }
-        plan.channels = Some(Channels { rings: all, kangaring: Vec::new() });
         Ok(plan)
     }
 }
 
-fn taken_over() -> Failure {
-    let text = "this plan was taken over from another instance, and bootstrap connections do not come along: use the links that exist";
+fn ring_edges(rank: usize, channels: &Channels) -> BTreeSet<Edge> {
+    connect::ring_edges(rank, channels.rings.iter().map(|r| (r.prev, r.next)))
+}
+
+fn gone() -> Failure {
+    let text =
+        "the bootstrap connections of this plan ended with the instance that held them; the links that exist go on";
     warn(text);
     Failure::new(Code::Uninitialized, text)
 }

@@ -1,0 +1,157 @@
+//! Two releases of the transport. A running communicator goes from one to the other and back, and keeps its bootstrap
+//! connections; whatever needs them works on the new instance.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{bytes_of, config, plugin_file, release, values_of, world};
+use host_runtime::nrt::{Communicator, Io, RuntimeConfig};
+use host_runtime::swap::{Order, Report, coordinate};
+use host_runtime::{DataType, ReduceOp};
+use tests::zoo;
+
+/// A tenant of the test's own, whose ranks are threads.
+fn tenant(name: &str) -> RuntimeConfig {
+    RuntimeConfig { tenant: format!("{name}.{}", std::process::id()), ..config() }
+}
+
+/// Swaps all ranks of `comm`'s tenant to `file`: rank 0 does it, when all have come, and the others wait for it outside of the
+/// library. `swaps` counts them. Answers rank 0's report.
+fn swap(comm: &mut Communicator, swaps: &AtomicUsize, nth: usize, file: &Path) -> Option<Report> {
+    comm.barrier().unwrap();
+    if comm.rank() == 0 {
+        let tenant = comm.runtime().config().tenant.clone();
+        let order = Order { probation: Duration::ZERO, ..Order::transport(&tenant, file) };
+        let report = coordinate(&order);
+        swaps.store(nth, Ordering::Release);
+        return Some(report.unwrap());
+    }
+    let until = Instant::now() + Duration::from_secs(60);
+    while swaps.load(Ordering::Acquire) < nth {
+        assert!(Instant::now() < until, "rank 0 did not swap");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    None
+}
+
+fn committed(report: Option<Report>) {
+    assert!(report.iter().all(|r| r.committed), "{report:?}");
+}
+
+fn sum_of_ones(comm: &mut Communicator) {
+    let t = comm.tensor(4096).unwrap();
+    t.write(0, &bytes_of(&[1.0; 1024])).unwrap();
+    comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum).unwrap();
+    let mut out = vec![0; 4096];
+    t.read(0, &mut out).unwrap();
+    let n = comm.nranks() as f32;
+    assert!(values_of(&out).iter().all(|v| *v == n));
+}
+
+/// Messages that are under way during a swap arrive; gathering, groups and connecting work after it, every time.
+#[test]
+fn bootstrap_connections_survive_swaps_there_and_back() {
+    for n in [3usize, 4] {
+        let swaps = Arc::new(AtomicUsize::new(0));
+        world(n, &tenant(&format!("there-and-back-{n}")), move |mut comm| {
+            let rank = comm.rank();
+            let (to, from) = (((rank + 1) % n) as i32, ((rank + n - 1) % n) as i32);
+            let planned = comm.query_info().unwrap();
+            if n > 3 {
+                // A swap of more than three ranks wants them linked.
+                comm.expand_connectivity().unwrap();
+            }
+            for turn in 0..4u8 {
+                comm.bootstrap_send(to, &[turn; 9]).unwrap();
+                let next = turn % 2 == 0;
+                let path = release(if next { "nccom-next" } else { "nccom" });
+                committed(swap(&mut comm, &swaps, turn as usize + 1, &path));
+                assert_eq!(comm.bootstrap_recv(from, 9).unwrap(), [turn; 9]);
+                let all = comm.bootstrap_all_gather(&[rank as u8, turn]).unwrap();
+                assert!((0..n).all(|r| all[2 * r..2 * r + 2] == [r as u8, turn]), "{all:?}");
+                sum_of_ones(&mut comm);
+                let info = comm.query_info().unwrap();
+                assert_eq!((info.cluster_id, info.epoch), (planned.cluster_id, planned.epoch));
+                assert_eq!((&info.mla_cycles, &info.kangaring_paths), (&planned.mla_cycles, &planned.kangaring_paths));
+                let turned = info.rings[1].next == info.rings[0].prev;
+                assert_eq!(turned, next, "the successor plans its own rings");
+                if !next {
+                    let orders = |i: &[_]| format!("{i:?}");
+                    assert_eq!(orders(&info.rings), orders(&planned.rings), "and the way back leads to the old ones");
+                }
+                (0..info.rings.len() as i32).for_each(|c| comm.ring_connector(c, true).unwrap());
+                // With three ranks the swap itself has connected nobody.
+                comm.expand_connectivity().unwrap();
+                let mut half = comm.split(Some(rank as u32 % 2), 0).unwrap().unwrap();
+                sum_of_ones(&mut half);
+                if rank != n - 1 {
+                    sum_of_ones(&mut comm.shrink(&[n - 1]).unwrap());
+                }
+                comm.barrier().unwrap();
+            }
+            assert!(comm.control_stopped().is_none());
+        });
+    }
+}
+
+/// Three swaps in a row without anything between them: what is parked is handed on as it is.
+#[test]
+fn parked_connections_are_handed_on_from_swap_to_swap() {
+    let swaps = AtomicUsize::new(0);
+    world(2, &tenant("handed-on"), move |mut comm| {
+        for (i, name) in ["nccom-next", "nccom", "nccom-next"].into_iter().enumerate() {
+            committed(swap(&mut comm, &swaps, i + 1, &release(name)));
+        }
+        assert_eq!(comm.bootstrap_all_gather(&[comm.rank() as u8]).unwrap(), [0, 1]);
+    });
+}
+
+/// A successor that stops in its import is refused, and the old one has its connections again.
+#[test]
+fn connections_come_back_when_a_swap_is_refused() {
+    let core = zoo::built("nccom-next.core.wasm").unwrap();
+    let deaf = zoo::rewrite(&core, &[("neuron:lifecycle/lifecycle@1.0.0#import-state", "unreachable")]).unwrap();
+    let file = plugin_file("does-not-import", &zoo::described(&deaf).unwrap());
+    let swaps = AtomicUsize::new(0);
+    world(2, &tenant("refused"), move |mut comm| {
+        if let Some(report) = swap(&mut comm, &swaps, 1, file.path()) {
+            assert!(!report.committed && report.reason.contains("import-state"), "{report:?}");
+        }
+        assert_eq!(comm.bootstrap_all_gather(&[comm.rank() as u8]).unwrap(), [0, 1]);
+        sum_of_ones(&mut comm);
+    });
+}
+
+/// A release that hangs in its import is stopped by its deadline and refused; the old one goes on.
+#[test]
+fn a_release_that_hangs_is_refused() {
+    let mut tenant = tenant("hangs");
+    tenant.limits.call = Duration::from_secs(2);
+    let swaps = AtomicUsize::new(0);
+    world(2, &tenant, move |mut comm| {
+        if let Some(report) = swap(&mut comm, &swaps, 1, &release("nccom-stuck")) {
+            assert!(!report.committed && report.reason.contains("of guest time"), "{report:?}");
+        }
+        assert_eq!(comm.bootstrap_all_gather(&[comm.rank() as u8]).unwrap(), [0, 1]);
+        sum_of_ones(&mut comm);
+    });
+}
+
+/// Swaps in the middle of checked all-reduces of four ranks: nothing is lost, nothing wrong.
+#[test]
+fn swaps_under_load_lose_nothing() {
+    let out = std::process::Command::new(env!("CARGO_BIN_EXE_swaps"))
+        .arg("20")
+        .env("CCOM_SOCKET_IFNAME", "lo")
+        .env("WCCL_PLUGIN", release("nccom"))
+        .output()
+        .unwrap();
+    let said = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{said}");
+    let last = said.lines().rfind(|l| l.starts_with("swaps: ")).unwrap();
+    assert!(last.starts_with("swaps: 20 swaps, ") && last.ends_with(" operations, 0 lost, 0 wrong"), "{said}");
+}
