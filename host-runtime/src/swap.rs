@@ -83,7 +83,7 @@ pub(crate) fn replace(runtime: &Runtime, path: &Path, communicators: &[&Communic
         let handle = instance
             .peek(|s| s.add(CommunicatorObject(comm.core().clone())))
             .map_err(|_| Error::Bug("a fresh instance has no room for one handle".into()))?;
-        let (old, old_handle) = comm.plane().control();
+        let (old, old_handle) = comm.plane().control()?;
         let state = export(&old, &Resource::new_borrow(old_handle));
         let kept = state.is_some_and(|(schema, state)| import(&instance, &handle, schema, &state));
         if !kept {

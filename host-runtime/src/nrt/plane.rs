@@ -10,24 +10,22 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
-use wasmtime::component::Resource;
 
+use super::control::{Answer, Ask, Control, Here, Patience};
 use super::dump;
 use super::runtime::Runtime;
-use crate::bindings::exports::neuron::nccom::collectives::NetConnectivity;
 use crate::enc::table::Policy;
 use crate::error::Error;
-use crate::forward::Forward;
-use crate::hw::objects::{CommCore, CommunicatorObject};
-use crate::plugin::{Instance, bounded};
+use crate::hw::objects::CommCore;
+use crate::plugin::Instance;
 use crate::tenant::lock;
 
 #[derive(Debug)]
 pub(crate) struct Plane {
     pub(super) runtime: Runtime,
     pub(super) core: Arc<CommCore>,
-    /// The instance, and its handle of the communicator.
-    control: RwLock<(Arc<Instance>, u32)>,
+    /// Who answers its control calls.
+    control: RwLock<Control>,
     /// Every pair is connected.
     expanded: Mutex<bool>,
     /// Whether all ranks can read one another's private memory; agreed once, when every pair is linked.
@@ -37,36 +35,51 @@ pub(crate) struct Plane {
 }
 
 impl Plane {
-    pub(super) fn new(runtime: Runtime, core: Arc<CommCore>, instance: Arc<Instance>, handle: u32) -> Plane {
+    pub(super) fn new(runtime: Runtime, core: Arc<CommCore>, control: Control) -> Plane {
         Plane {
             runtime,
             core,
-            control: RwLock::new((instance, handle)),
+            control: RwLock::new(control),
             expanded: Mutex::new(false),
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
         }
     }
 
-    pub(crate) fn control(&self) -> (Arc<Instance>, u32) {
+    fn who(&self) -> Control {
         self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
     }
 
-    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
-        *self.control.write().unwrap_or_else(|p| p.into_inner()) = (instance, handle);
+    /// The instance, and its handle of the communicator.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if it is in another process.
+    pub(crate) fn control(&self) -> Result<(Arc<Instance>, u32), Error> {
+        let Control::Here(here) = self.who();
+        Ok((here.instance, here.handle))
     }
 
-    pub(super) fn entry<T>(
-        &self,
-        f: impl FnOnce(&Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
+        let here = Here { runtime: self.runtime.clone(), instance, handle };
+        *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control::Here(here);
+    }
+
+    /// Makes a control call.
+    pub(super) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         if hw_bridge::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
-        let (instance, handle) = self.control();
-        let answer = f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle));
+        let answer = self.who().ask(ask, patience);
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
         answer
+    }
+
+    /// Gathers one block of every rank over the bootstrap.
+    pub(super) fn all_gather(&self, block: &[u8], patience: Patience) -> Result<Vec<u8>, Error> {
+        match self.ask(Ask::AllGather { block: block.to_vec() }, patience)? {
+            Answer::Bytes(all) => Ok(all),
+            other => Err(other.unexpected("gathered blocks")),
+        }
     }
 
     /// Leaves the flight records of the first failure that broke the communicator where the user wants them.
@@ -98,8 +111,8 @@ impl Plane {
             endpoint.fail(&why);
             endpoint.usable()?;
         }
-        let connect = || self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh));
-        let connected = bounded(until, connect).and_then(|()| bounded(until, || self.agree_on_direct()));
+        let patience = Patience::operation(until);
+        let connected = self.ask(Ask::Expand, patience).and_then(|_| self.agree_on_direct(patience));
         connected.map_err(|e| match until {
             Some(until) if until <= Instant::now() => {
                 Error::Connecting { what, rank: self.core.rank, after: timeout, source: Box::new(e) }
@@ -112,7 +125,7 @@ impl Plane {
 
     /// Settles whether the ranks read one another's private memory: only if each can read all others and is allowed to. Every
     /// rank calls it, at the same point, when it is linked to all.
-    pub(super) fn agree_on_direct(&self) -> Result<(), Error> {
+    pub(super) fn agree_on_direct(&self, patience: Patience) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
         if n == 1 || self.direct.get().is_some() {
             return Ok(());
@@ -123,7 +136,7 @@ impl Plane {
             tracing::info!("private memory is staged in communicator {}: rank {rank} says: {why}", self.core.id);
         }
         let mine = [u8::from(can.is_ok())];
-        let all = self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, &mine, "runtime"))?;
+        let all = self.all_gather(&mine, patience)?;
         // A plugin's answer is an allegation. Ranks that it gives different ones differ in their op headers.
         self.direct.get_or_init(|| all.len() == n && all.iter().all(|can| *can == 1));
         Ok(())
@@ -158,9 +171,7 @@ impl Drop for Plane {
             return;
         }
         self.core.endpoint.close();
-        if self.control().0.stopped().is_none()
-            && let Err(e) = self.entry(|f, i, c| f.free_comm(Some(i), c))
-        {
+        if let Err(e) = self.who().free() {
             tracing::debug!("freeing communicator {}: {e}", self.core.id);
         }
     }
