@@ -4,7 +4,7 @@
 //!
 //! | room | owns |
 //! |---|---|
-//! | `demo`, `bench`, `peer`, `run`, `plugin`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `demo`, `bench`, `peer`, `run`, `serve`, `plugin`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
 //! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
 //! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
@@ -29,6 +29,7 @@ mod plot;
 mod plugin;
 mod reference;
 mod run;
+mod serve;
 mod size;
 mod sweep;
 mod term;
@@ -74,6 +75,8 @@ enum Command {
     Bench(Box<bench::Args>),
     /// Start a program once per rank, with the variables that such programs expect
     Run(run::Args),
+    /// Own the devices and plugins of this machine, and serve programs of several tenants
+    Serve(serve::Args),
     /// Look into a plugin, or ask whether this host would load it
     #[command(subcommand)]
     Plugin(plugin::Command),
@@ -130,6 +133,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Demo(a) => demo::start(&a, log),
         Command::Bench(a) => bench::start(&a, log),
         Command::Run(a) => run::start(&a),
+        Command::Serve(a) => serve::start(&a),
         Command::Plugin(c) => plugin::start(&c),
         Command::Info(a) => info::start(&a),
         Command::Top(a) => top::start(&a),

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use hw_bridge::device::{DeviceModel, IdMapSet};
+use hw_bridge::flight;
 use hw_bridge::hbm::Hbm;
 use hw_bridge::links::LinkServer;
+use hw_bridge::segment::Segment;
 
 use crate::abort::AbortToken;
 use crate::error::Error;
@@ -26,6 +28,8 @@ pub struct Counters {
     traps: AtomicU64,
     entries: AtomicU64,
     tasks: AtomicU64,
+    /// What the data planes of communicators that are gone counted.
+    moved: Mutex<flight::Counters>,
 }
 
 impl Counters {
@@ -48,6 +52,11 @@ impl Counters {
 
     pub(crate) fn task(&self) {
         self.tasks.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn moved(&self, by: flight::Counters) {
+        let mut sum = lock(&self.moved);
+        *sum = *sum + by;
     }
 
     /// Background tasks started.
@@ -179,6 +188,19 @@ impl Tenant {
         Ok(h)
     }
 
+    /// Device memory of a logical core that a service made; the arena of before, if it is that.
+    pub(crate) fn adopt_hbm(&self, core: i32, segment: Segment) -> Arc<Hbm> {
+        let mut all = lock(&self.hbm);
+        if let Some(h) = all.get(&core).and_then(Weak::upgrade)
+            && h.segment().same_memory(&segment)
+        {
+            return h;
+        }
+        let h = Hbm::adopt(segment);
+        all.insert(core, Arc::downgrade(&h));
+        h
+    }
+
     /// Registers a communicator's host object, within the quota.
     pub(crate) fn add_comm(
         &self,
@@ -201,6 +223,13 @@ impl Tenant {
         let mut comms = lock(&self.comms);
         comms.retain(|_, c| c.strong_count() > 0);
         comms.len()
+    }
+
+    /// What the data planes of all communicators counted, of those that are gone too; a client's are as it says.
+    pub fn moved(&self) -> flight::Counters {
+        let gone = *lock(&self.counters.moved);
+        let alive: Vec<Arc<CommCore>> = lock(&self.comms).values().filter_map(Weak::upgrade).collect();
+        alive.iter().fold(gone, |sum, c| sum + c.endpoint.control().counters())
     }
 
     /// Ends and joins the background tasks. Their waits see the abort at once.

@@ -18,9 +18,10 @@
 //! | [`peers`] | the control channel of a communicator: arrivals, op headers, deaths, aborts |
 //! | [`proxy`] | the proxy's tick over network operations |
 //! | [`sequencer`] | the step language, and executing it |
+//! | [`signals`] | waiting for SIGTERM |
 //!
 //! `unsafe` stands in `reduce`, `peers` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
-//! in `fork` (a page the kernel wipes), in `credentials` (socket options) and in `foreign` (a system call), and nowhere else.
+//! in `fork` (a page the kernel wipes), in `credentials` (socket options), in `signals` (a mask and its descriptor) and in `foreign` (a system call), and nowhere else.
 
 pub mod credentials;
 pub mod device;
@@ -38,3 +39,4 @@ pub mod reduce;
 pub mod segment;
 pub mod semaphore;
 pub mod sequencer;
+pub mod signals;

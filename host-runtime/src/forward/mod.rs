@@ -203,6 +203,19 @@ impl Forward {
         }
     }
 
+    /// The loaded library, without a word about one that is not.
+    pub(crate) fn loaded(&self) -> Option<Arc<Loaded>> {
+        match &*self.read() {
+            State::Loaded(l) => Some(l.clone()),
+            _ => None,
+        }
+    }
+
+    /// Arms the sentinel of a service's load.
+    pub(crate) fn failed_elsewhere(&self, sentinel: String) {
+        *self.write() = State::Failed(sentinel);
+    }
+
     /// Puts a library that was loaded beside the table into it, with the next generation; answers the generation.
     pub(crate) fn replace(&self, mut loaded: Loaded) -> Result<u64, Error> {
         let mut state = self.write();

@@ -18,9 +18,8 @@ use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
 use crate::enc::table::Policy;
 use crate::error::Error;
-use crate::forward::COLLECTIVES;
 use crate::hw::objects::CommCore;
-use crate::limits::{ID_BYTES, byte_list};
+use crate::limits::ID_BYTES;
 
 /// How the ranks of a group find one another.
 #[derive(Debug, Clone)]
@@ -122,7 +121,7 @@ impl Communicator {
     /// As a rank of a sub-group the communicator stays at `on`, where the rank is in the whole group.
     pub(super) fn init_on(runtime: &Runtime, o: CommOptions, on: Option<Place>) -> Result<Communicator, Error> {
         let (rank, n) = (o.rank, o.nranks);
-        runtime.0.forward.guarded("neuronInitComm")?;
+        runtime.collectives("neuronInitComm")?;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
         hw_bridge::exhausted::room_for(descriptors(rank, n))
             .map_err(|why| Error::Limit(format!("rank {rank} of {n} cannot join: it {why}")))?;
@@ -132,7 +131,10 @@ impl Communicator {
                 .map_err(|source| Error::System { what: "making the abort event of a communicator".into(), source })?,
         };
         let joining = Joining { rendezvous: o.rendezvous, rank, nranks: n, on };
-        let Joined { control, core, info, place } = Here::join(runtime, &joining, &abort)?;
+        let Joined { control, core, info, place } = match &runtime.0.service {
+            Some(service) => service.join(runtime, &joining, &abort)?,
+            None => Here::join(runtime, &joining, &abort, None)?,
+        };
         let lane =
             core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
         let plane = Arc::new(Plane::new(runtime.clone(), core, control));
@@ -352,12 +354,10 @@ impl Communicator {
     }
 
     fn send(&self, peer: i32, data: &[u8], patience: Patience) -> Result<(), Error> {
-        within("neuron-bootstrap-send", data.len() as u64)?;
         self.plane.ask(Ask::Send { peer, data: data.to_vec() }, patience).map(|_| ())
     }
 
     fn receive(&self, peer: i32, bytes: u64, patience: Patience) -> Result<Vec<u8>, Error> {
-        within("neuron-bootstrap-recv", bytes)?;
         match self.plane.ask(Ask::Receive { peer, bytes }, patience)? {
             Answer::Bytes(got) => exactly("neuronBootstrapRecv", got, bytes),
             other => Err(other.unexpected("a message")),
@@ -369,7 +369,6 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_all_gather(&self, block: &[u8]) -> Result<Vec<u8>, Error> {
-        within("neuron-bootstrap-send", block.len() as u64)?;
         let got = self.plane.all_gather(block, Patience::Usual)?;
         exactly("neuronBootstrapAllGather", got, (block.len() * self.nranks()) as u64)
     }
@@ -434,15 +433,6 @@ fn descriptors(rank: usize, n: usize) -> u64 {
     const OWN: u64 = 16;
     let n = n as u64;
     OWN + 3 * n.saturating_sub(1) + if rank == 0 { n } else { 0 }
-}
-
-/// Checks a message against its entry's limit before it is lowered into the guest.
-fn within(function: &str, bytes: u64) -> Result<(), Error> {
-    let most = byte_list(COLLECTIVES, function).unwrap_or(0);
-    if bytes <= most {
-        return Ok(());
-    }
-    Err(bad(format!("{function}: a message has at most {most} bytes, {bytes} were asked for")))
 }
 
 /// Checks what a plugin answered: its words are an allegation.

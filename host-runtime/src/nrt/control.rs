@@ -1,6 +1,7 @@
 //! The control calls of a communicator, as values, and who answers them.
 //!
-//! A communicator asks its library for things by [`Ask`]s. [`Here`] answers them from an instance in this process.
+//! A communicator asks its library for things by [`Ask`]s. [`Here`] answers them from an instance in this process; a
+//! [`Served`] sends them to the service, where a `Here` answers them all the same.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,8 +17,12 @@ use crate::bindings::exports::neuron::nccom::collectives::{
 };
 use crate::bindings::neuron::nrt::types::NecPodType;
 use crate::error::Error;
-use crate::hw::objects::CommCore;
+use crate::forward::COLLECTIVES;
+use crate::hw::objects::{Client, CommCore};
+use crate::limits::byte_list;
 use crate::plugin::{Instance, bounded};
+use crate::serve::client::Served;
+use crate::serve::wire;
 
 /// A control call of a communicator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,10 +52,10 @@ pub(crate) enum Ask {
 }
 
 /// What a control call answers. Each [`Ask`] has its own form.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Answer {
     Done,
-    Info(Box<CommInfo>),
+    Info(#[serde(with = "wire::info")] Box<CommInfo>),
     Progress { idle: bool, done: bool },
     Bytes(Vec<u8>),
     Device(i32),
@@ -116,6 +121,8 @@ pub(crate) struct Joined {
 pub(crate) enum Control {
     /// An instance in this process.
     Here(Here),
+    /// The service.
+    Served(Arc<Served>),
 }
 
 impl Control {
@@ -123,6 +130,7 @@ impl Control {
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         match self {
             Control::Here(here) => here.ask(ask, patience),
+            Control::Served(served) => served.ask(ask, patience),
         }
     }
 
@@ -130,6 +138,7 @@ impl Control {
     pub(crate) fn free(&self) -> Result<(), Error> {
         match self {
             Control::Here(here) => here.free(),
+            Control::Served(served) => served.free(),
         }
     }
 }
@@ -143,8 +152,13 @@ pub(crate) struct Here {
 }
 
 impl Here {
-    /// Makes an instance and has it join.
-    pub(crate) fn join(runtime: &Runtime, j: &Joining, abort: &AbortToken) -> Result<Joined, Error> {
+    /// Makes an instance and has it join, for a client if this is a service.
+    pub(crate) fn join(
+        runtime: &Runtime,
+        j: &Joining,
+        abort: &AbortToken,
+        client: Option<Client>,
+    ) -> Result<Joined, Error> {
         let (rank, n) = (j.rank, j.nranks);
         let (Ok(rank32), Ok(n32)) = (i32::try_from(rank), i32::try_from(n)) else {
             return Err(bad(format!("rank {rank} of {n} is too large")));
@@ -158,6 +172,7 @@ impl Here {
         };
         let dev = place.device_info(runtime)?;
         let instance = loaded.instantiate(&inner.tenant, abort, Some(place.core))?;
+        instance.peek(|s| s.client = client);
         let forward = &inner.forward;
         let made = match &j.rendezvous {
             Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,
@@ -202,9 +217,18 @@ impl Here {
                 let (idle, done) = f.network_proxy_progress(i, c, stream, block, idle, done)?;
                 Answer::Progress { idle, done }
             }
-            Ask::Send { peer, data } => f.bootstrap_send(i, c, peer, &data, HINT).map(|()| Answer::Done)?,
-            Ask::Receive { peer, bytes } => Answer::Bytes(f.bootstrap_recv(i, c, peer, bytes, HINT)?),
-            Ask::AllGather { block } => Answer::Bytes(f.bootstrap_all_gather(i, c, &block, HINT)?),
+            Ask::Send { peer, data } => {
+                within("neuron-bootstrap-send", data.len() as u64)?;
+                f.bootstrap_send(i, c, peer, &data, HINT).map(|()| Answer::Done)?
+            }
+            Ask::Receive { peer, bytes } => {
+                within("neuron-bootstrap-recv", bytes)?;
+                Answer::Bytes(f.bootstrap_recv(i, c, peer, bytes, HINT)?)
+            }
+            Ask::AllGather { block } => {
+                within("neuron-bootstrap-send", block.len() as u64)?;
+                Answer::Bytes(f.bootstrap_all_gather(i, c, &block, HINT)?)
+            }
             Ask::PeerDevice { peer } => Answer::Device(f.get_peer_device_id(i, c, peer)?),
             Ask::Affinity { mask, core } => Answer::Mask(f.set_affinity(i, c, mask.as_deref(), core)?),
             Ask::RingConnector { channel, is_send } => {
@@ -225,9 +249,18 @@ impl Here {
     }
 }
 
+/// Checks a message against its entry's limit before it is lowered into the guest.
+fn within(function: &str, bytes: u64) -> Result<(), Error> {
+    let most = byte_list(COLLECTIVES, function).unwrap_or(0);
+    if bytes <= most {
+        return Ok(());
+    }
+    Err(bad(format!("{function}: a message has at most {most} bytes, {bytes} were asked for")))
+}
+
 impl Place {
     /// Where rank `rank` of `n` runs.
-    fn of(runtime: &Runtime, rank: usize, n: usize) -> Result<Place, Error> {
+    pub(crate) fn of(runtime: &Runtime, rank: usize, n: usize) -> Result<Place, Error> {
         let config = runtime.config();
         let device = &runtime.tenant().device;
         let size = config.virtual_server_size as usize;
@@ -241,8 +274,16 @@ impl Place {
         let per_server = if size > 0 { size } else { cores.min(n).max(1) };
         let (server, local) = (rank / per_server, rank % per_server);
         let here = per_server.min(n - server * per_server);
+        let server = if size > 0 { server as u32 } else { 0 };
+        if !config.cores.is_empty() {
+            let core = config.cores.get(local).copied().ok_or_else(|| {
+                let (name, cores) = (&runtime.tenant().name, &config.cores);
+                Error::Config(format!("tenant {name} has the logical cores {cores:?}, none for rank {rank} of {n}"))
+            })?;
+            return Ok(Place { core, server });
+        }
         let place = device.place(local as u32, here as u32).map_err(|e| Error::Config(e.to_string()))?;
-        Ok(Place { core: place.logical_core as i32, server: if size > 0 { server as u32 } else { 0 } })
+        Ok(Place { core: place.logical_core as i32, server })
     }
 
     /// As the library is told (enc_neuron_device_info_t).

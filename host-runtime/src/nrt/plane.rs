@@ -55,8 +55,10 @@ impl Plane {
     /// # Errors
     /// [`Error::Usage`] if it is in another process.
     pub(crate) fn control(&self) -> Result<(Arc<Instance>, u32), Error> {
-        let Control::Here(here) = self.who();
-        Ok((here.instance, here.handle))
+        match self.who() {
+            Control::Here(here) => Ok((here.instance, here.handle)),
+            Control::Served(_) => Err(Error::Usage("the library of this communicator is the service's".into())),
+        }
     }
 
     pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {

@@ -16,12 +16,13 @@ use crate::forward::{Forward, LoadError};
 use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
 use crate::net;
+use crate::serve::client::Service;
 use crate::tenant::Tenant;
 
 /// How to open a runtime.
 #[derive(Debug, Clone)]
 pub struct RuntimeConfig {
-    /// The collectives plugin; `None` opens a runtime without collectives (INV-18).
+    /// The collectives plugin; `None` opens a runtime without collectives (INV-18). With a service it is the service's.
     pub plugin: Option<PathBuf>,
     /// The net plugin; `None` means no network between servers (INV-17).
     pub net_plugin: Option<PathBuf>,
@@ -35,6 +36,10 @@ pub struct RuntimeConfig {
     pub tenant_id: u64,
     /// What plugins may use.
     pub limits: Limits,
+    /// Socket of the service that owns the devices and the plugins; `None` has them in this process.
+    pub service: Option<PathBuf>,
+    /// Logical cores that the ranks of a server run on, in their order; empty for those of the device model.
+    pub cores: Vec<i32>,
     /// Device memory of a core, bytes of address space.
     pub hbm_bytes: u64,
     /// What a rank does with its core while it waits.
@@ -69,6 +74,8 @@ impl Default for RuntimeConfig {
             tenant: "default".into(),
             tenant_id: 0,
             limits: Limits::default(),
+            service: None,
+            cores: Vec::new(),
             hbm_bytes: 12 << 30,
             wait: WaitMode::default(),
             flight_dir: None,
@@ -98,7 +105,7 @@ fn default_plugin() -> Option<PathBuf> {
 }
 
 impl RuntimeConfig {
-    /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
+    /// The configuration that the process environment describes: `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_SERVICE`, `WCCL_TIMEOUT_MS`,
     /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, the device variables, and the variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
@@ -127,6 +134,7 @@ impl RuntimeConfig {
             c.plugin = Some(p.into());
         }
         c.net_plugin = var("WCCL_NET_PLUGIN").map(Into::into);
+        c.service = var("WCCL_SERVICE").map(Into::into);
         if let Some(ms) = number("WCCL_TIMEOUT_MS")? {
             if ms == 0 {
                 return Err(Error::Config("WCCL_TIMEOUT_MS=0: a number of milliseconds above 0 was expected".into()));
@@ -182,6 +190,8 @@ pub(crate) struct Inner {
     pub tenant: Arc<Tenant>,
     pub forward: Forward,
     pub config: RuntimeConfig,
+    /// What has the plugins, if not this process.
+    pub service: Option<Service>,
 }
 
 impl Drop for Inner {
@@ -210,7 +220,8 @@ impl Runtime {
     /// (INV-06, INV-18). Raises this process's soft limit of file descriptors to the hard one.
     ///
     /// # Errors
-    /// [`Error::Config`] for a device that cannot be, [`Error::Limit`] for a process that is out of resources.
+    /// [`Error::Config`] for a device that cannot be, [`Error::Limit`] for a process that is out of resources,
+    /// [`Error::Service`] for a service that does not answer or does not serve this process.
     pub fn open(config: RuntimeConfig) -> Result<Runtime, Error> {
         // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
         hw_bridge::exhausted::raise_descriptors();
@@ -218,16 +229,21 @@ impl Runtime {
         // A bootstrap waits several times; its bound in all must not end what its own time-out still allows.
         let wall = config.limits.wall.max(socket_timeout(&config) * 5);
         let limits = Limits { wall, ..config.limits };
-        let tenant = Tenant::new(
-            config.tenant.clone(),
-            config.tenant_id,
-            limits,
-            config.wait,
-            device,
-            config.vars.clone(),
-            config.hbm_bytes,
-        )?;
+        let service = config.service.as_deref().map(Service::open).transpose()?;
+        let (name, id) = match &service {
+            Some(s) => s.tenant(),
+            None => (config.tenant.clone(), config.tenant_id),
+        };
+        let tenant = Tenant::new(name, id, limits, config.wait, device, config.vars.clone(), config.hbm_bytes)?;
         let forward = Forward::default();
+        if let Some(service) = service {
+            if let Some(sentinel) = service.sentinel() {
+                forward.failed_elsewhere(sentinel);
+            }
+            // The plugin is the service's.
+            let config = RuntimeConfig { plugin: None, net_plugin: None, ..config };
+            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service: Some(service) })));
+        }
         match &config.plugin {
             Some(path) => {
                 if let Err(e) = forward.load_once(&tenant, path, &config.without_callbacks) {
@@ -237,12 +253,20 @@ impl Runtime {
             None => forward.none_configured(),
         }
         net::open(&tenant, config.net_plugin.as_deref());
-        Ok(Runtime(Arc::new(Inner { tenant, forward, config })))
+        Ok(Runtime(Arc::new(Inner { tenant, forward, config, service: None })))
     }
 
     /// Bound of each wait on a socket of the bootstrap.
     pub(super) fn socket_timeout(&self) -> Duration {
         socket_timeout(&self.0.config)
+    }
+
+    /// Whether there are collectives, here or in the service.
+    pub(super) fn collectives(&self, entry: &'static str) -> Result<(), Error> {
+        if self.0.service.is_some() && self.0.forward.sentinel().is_none() {
+            return Ok(());
+        }
+        self.0.forward.guarded(entry).map(|_| ())
     }
 
     /// Why the collectives library did not load, if it did not.
@@ -272,7 +296,11 @@ impl Runtime {
     /// [`Error::NotLoaded`], [`Error::Entry`], [`Error::Stopped`].
     pub fn unique_id(&self, nranks: usize) -> Result<[u8; ID_BYTES], Error> {
         let n = i32::try_from(nranks).map_err(|_| Error::Usage(format!("a group of {nranks} ranks is too large")))?;
-        let id = self.0.forward.get_unique_id(None, n, "unique id")?;
+        self.collectives("neuronGetUniqueId")?;
+        let id = match &self.0.service {
+            Some(service) => service.unique_id(n)?,
+            None => self.0.forward.get_unique_id(None, n, "unique id")?,
+        };
         let len = id.len();
         id.try_into().map_err(|_| {
             Error::Usage(format!("the plugin answered an id of {len} bytes, {ID_BYTES} are required (INV-20)"))
@@ -297,8 +325,11 @@ impl Runtime {
         crate::swap::replace(self, path, communicators)
     }
 
-    /// Crossings between host and components so far.
+    /// Crossings between host and components so far; with a service, those of the tenant when it last answered.
     pub fn component_calls(&self) -> u64 {
-        self.0.tenant.counters.component_calls()
+        match &self.0.service {
+            Some(service) => service.component_calls(),
+            None => self.0.tenant.counters.component_calls(),
+        }
     }
 }

@@ -8,6 +8,7 @@ use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
 
 use crate::abort::AbortToken;
 use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::limits::MAX_CAUSES;
 use crate::plugin::Library;
@@ -25,6 +26,8 @@ pub struct HostState {
     pub(crate) abort: AbortToken,
     /// Logical core of the rank this instance serves; none for the library instance and tasks.
     pub(crate) core: Option<i32>,
+    /// The client process that this instance serves, in a service.
+    pub(crate) client: Option<Client>,
     pub(crate) published: Vec<Published>,
     pub(crate) sockets: usize,
     /// When the waits of the entry that is called next end at the latest, if its caller has said so.
@@ -63,6 +66,7 @@ impl HostState {
             library,
             abort,
             core,
+            client: None,
             published: Vec::new(),
             sockets: 0,
             waits_until: None,

@@ -82,9 +82,16 @@ impl Endpoint {
     /// The data plane of `rank` of `nranks`, before any link. `nranks` is at most [`MAX_LOCAL_RANKS`].
     pub fn new(rank: usize, nranks: usize, hbm: Arc<Hbm>, policy: WaitPolicy) -> Result<Endpoint, SegmentError> {
         crate::fork::mark_process();
-        let control = Arc::new(Control::create(rank as u32, nranks as u32)?);
+        Ok(Endpoint::of(Control::create(rank as u32, nranks as u32)?, hbm, policy))
+    }
+
+    /// The data plane over a control segment that this process has, or has made for another.
+    pub fn of(control: Control, hbm: Arc<Hbm>, policy: WaitPolicy) -> Endpoint {
+        let (rank, nranks) = control.who();
+        let (rank, nranks) = (rank as usize, nranks as usize);
+        let control = Arc::new(control);
         let abort = Abort::new(control.clone());
-        Ok(Endpoint {
+        Endpoint {
             rank,
             nranks,
             control,
@@ -96,7 +103,7 @@ impl Endpoint {
             fenced: AtomicBool::new(!semaphore::asymmetric()),
             plan: AtomicU32::new(0),
             taken: Default::default(),
-        })
+        }
     }
 
     /// This rank.
