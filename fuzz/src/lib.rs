@@ -22,6 +22,7 @@
 mod choice;
 mod guest;
 mod peer;
+mod service;
 mod user;
 
 // The program's own readers, as they are.
@@ -54,7 +55,7 @@ const fn target(name: &'static str, run: fn(&[u8]), changes: usize) -> Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 14] = [
+pub const TARGETS: [Target; 15] = [
     target("table", choice::table, 3000),
     target("schedule", choice::schedule, 3000),
     target("topology", guest::topology, 500),
@@ -66,6 +67,7 @@ pub const TARGETS: [Target; 14] = [
     target("operation", peer::operation, 200),
     target("links", peer::links, 300),
     target("groups", peer::groups, 300),
+    target("service", service::service, 300),
     target("environment", user::environment, 3000),
     target("sizes", user::sizes, 5000),
     target("results", user::results, 2000),

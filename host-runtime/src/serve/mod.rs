@@ -17,6 +17,8 @@
 //! Threads: one a socket, two a connection. Stops: dropping the [`Server`]; clients' data planes go on.
 
 pub(crate) mod client;
+#[doc(hidden)]
+pub mod fuzzing;
 mod session;
 pub(crate) mod wire;
 
