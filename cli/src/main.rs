@@ -39,6 +39,7 @@ mod worker;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
@@ -63,9 +64,24 @@ struct Cli {
     /// What to log to stderr: error, warn, info, debug, trace, or per module like `host_runtime=debug,warn`
     #[arg(long, global = true, env = "WCCL_LOG", value_name = "FILTER")]
     log: Option<String>,
+    /// How to log: `text`, or `json` with a line an event
+    #[arg(long, global = true, env = "WCCL_LOG_FORMAT", value_name = "FORMAT", default_value = "text")]
+    log_format: LogFormat,
     #[command(subcommand)]
     command: Command,
 }
+
+/// How to log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// For those who collect.
+    Json,
+}
+
+/// What was asked for; ranks that this program starts are told.
+static LOG_FORMAT: OnceLock<LogFormat> = OnceLock::new();
 
 #[derive(Subcommand)]
 enum Command {
@@ -118,11 +134,12 @@ fn start_log(cli: &Cli) -> anyhow::Result<()> {
         Some(f) => EnvFilter::try_new(f).map_err(|e| Usage(format!("--log (or WCCL_LOG) is `{f}`: {e}")))?,
         None => EnvFilter::try_new(usual).context("making the default log filter")?,
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal() && term::colours_wanted())
-        .init();
+    let format = *LOG_FORMAT.get_or_init(|| cli.log_format);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal() && term::colours_wanted()).init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
     Ok(())
 }
 

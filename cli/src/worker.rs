@@ -79,6 +79,9 @@ pub fn launch(ranks: &Ranks, job: &Job, log: Option<&str>) -> anyhow::Result<()>
     if let Some(log) = log {
         vars.push(("WCCL_LOG", OsString::from(log)));
     }
+    if crate::LOG_FORMAT.get() == Some(&crate::LogFormat::Json) {
+        vars.push(("WCCL_LOG_FORMAT", "json".into()));
+    }
     if let Some(plugin) = &ranks.plugin {
         vars.push(("WCCL_PLUGIN", plugin.clone().into_os_string()));
     }

@@ -50,11 +50,10 @@ impl Usage {
     pub fn of(runtime: &Runtime) -> Usage {
         let (tenant, loaded) = (runtime.tenant(), runtime.forward().loaded());
         let (counters, moved) = (&tenant.counters, tenant.moved());
-        let [major, minor, patch, maintenance] = loaded.as_ref().map_or([0; 4], |l| l.version.numbers);
         Usage {
             tenant: tenant.name.clone(),
             plugin: loaded.as_ref().map_or_else(String::new, |l| l.library.name.clone()),
-            version: format!("{major}.{minor}.{patch}.{maintenance}"),
+            version: loaded.as_ref().map_or_else(String::new, |l| l.library.version().into()),
             values: [
                 counters.component_calls(),
                 counters.host_calls(),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use common::ranks::{Rank, start};
 use common::{config, free_port, world};
 use host_runtime::abort::AbortToken;
+use host_runtime::metrics::Usage;
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
 use host_runtime::{DataType, ReduceOp};
@@ -109,6 +110,19 @@ fn processes_of_two_tenants_move_data_as_without_a_service() {
         assert_eq!(ranks.iter().map(Rank::line).collect::<Vec<_>>(), expected);
     }
     assert_eq!([calls(&server, "red"), calls(&server, "blue")], before);
+    // Each rank has done 80 operations.
+    let runtimes: Vec<Usage> = server.tenants().map(|t| Usage::of(t.2)).collect();
+    let metrics = host_runtime::metrics::text(&runtimes);
+    let labels = format!("tenant=\"red\",plugin=\"nccom.wasm\",version=\"{}\"", runtimes[1].version);
+    assert!(runtimes[1].version.split('.').count() == 4, "{metrics}");
+    for line in [
+        format!("wccl_operations_total{{{labels}}} 160\n"),
+        format!("wccl_communicators{{{labels}}} 2\n"),
+        format!("wccl_component_calls_total{{{labels}}} {}\n", before[0]),
+        format!("wccl_traps_total{{{labels}}} 0\n"),
+    ] {
+        assert!(metrics.contains(&line), "{line}{metrics}");
+    }
     assert_eq!(server.working(), [("blue".to_string(), 2), ("red".to_string(), 2)]);
     drop(served);
     idle(&server);
@@ -121,10 +135,14 @@ fn a_client_killed_at_any_step_leaves_nothing_behind() {
     let server = place.serve();
     for ms in [0, 5, 10, 20, 30, 40, 60, 80, 120, 200, 400] {
         let mut ranks = place.ranks("red", "loop", 2, &[("WCCL_TIMEOUT_MS", "10000")]);
+        let working = ms == 400;
+        if working {
+            assert!(ranks.iter().all(|r| r.line() == "ready"));
+        }
         std::thread::sleep(Duration::from_millis(ms));
         ranks[1].kill();
         let pid = ranks[1].child.id();
-        if ms == 400 && ranks[0].line() == "ready" {
+        if working {
             // In an operation: the other one learns it from the process, at once.
             let said = ranks[0].rest().pop().unwrap();
             assert!(said.contains("rank 1") && said.contains(&format!("pid {pid}")), "{said}");

@@ -128,6 +128,7 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
     let answer = instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", &probe, (VERSION_INFO_BYTES,));
     let (version, _) = answer.map_err(|e| opening(&e.to_string()))?;
     let version = Version::from(&version);
+    library.set_version(version.numbers);
     if version.compatibility != COMPATIBILITY {
         let id = version.compatibility;
         return Err(failed(format!(

@@ -106,6 +106,7 @@ impl wit_objects::HostCommunicator for HostState {
             let why = "a communicator can only be made by an init entry, on a rank's core";
             return Ok(Err(self.fail(Status::UNINITIALIZED, why)));
         };
+        self.span.record("rank", r);
         let tenant = self.tenant.clone();
         let (abort, client) = (self.abort.clone(), self.client.clone());
         let made = tenant.clone().add_comm(|id| {

@@ -34,6 +34,8 @@ pub struct Library {
     /// The 37 entries, once the gate was passed. Indices are the component's own: they stand here so that an instance is
     /// only ever called through those of its library.
     slots: OnceLock<[ComponentExportIndex; 37]>,
+    /// What the probe answered, in words.
+    version: OnceLock<String>,
 }
 
 impl std::fmt::Debug for Library {
@@ -101,7 +103,19 @@ impl Library {
             component,
             pre,
             slots: OnceLock::new(),
+            version: OnceLock::new(),
         }))
+    }
+
+    /// Its version, once the probe was asked; empty before.
+    pub fn version(&self) -> &str {
+        self.version.get().map_or("", String::as_str)
+    }
+
+    /// Notes the version; the first time counts.
+    pub(crate) fn set_version(&self, numbers: [u64; 4]) {
+        let [major, minor, patch, maintenance] = numbers;
+        let _ = self.version.set(format!("{major}.{minor}.{patch}.{maintenance}"));
     }
 
     /// Imports by name, each with its functions.
@@ -204,6 +218,7 @@ mod tests {
             component,
             pre,
             slots: OnceLock::new(),
+            version: OnceLock::new(),
         });
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
         let tenant = Tenant::new("t".into(), 0, limits, Default::default(), device, BTreeMap::new(), 1 << 20).unwrap();

@@ -28,6 +28,8 @@ pub struct HostState {
     pub(crate) core: Option<i32>,
     /// The client process that this instance serves, in a service.
     pub(crate) client: Option<Client>,
+    /// Everything that is logged on behalf of this instance stands in it.
+    pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
     pub(crate) sockets: usize,
     /// When the waits of the entry that is called next end at the latest, if its caller has said so.
@@ -60,8 +62,12 @@ impl HostState {
         abort: AbortToken,
         core: Option<i32>,
     ) -> Self {
+        let (plugin, version) = library.as_ref().map_or(("", ""), |l| (l.name.as_str(), l.version()));
+        // Of the highest level, or a filter that shows warnings would not show whose they are.
+        let span = tracing::error_span!("plugin", tenant = %tenant.name, plugin, version, rank = tracing::field::Empty);
         HostState {
             table: ResourceTable::new(),
+            span,
             tenant,
             library,
             abort,
