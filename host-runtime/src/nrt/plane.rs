@@ -1,5 +1,5 @@
 //! The control plane of a communicator: the instance of the library that plans for this rank, shared by the communicator
-//! and its streams. An instance may be exchanged under them ([`crate::swap`]).
+//! and its streams, or by a client of the service. An instance may be exchanged under them ([`crate::swap`]).
 //!
 //! Dropped with its last user, communicator or stream: peers learn at once that the rank has left, then the library gets its
 //! free call.
@@ -23,7 +23,7 @@ use crate::tenant::lock;
 #[derive(Debug)]
 pub(crate) struct Plane {
     pub(super) runtime: Runtime,
-    pub(super) core: Arc<CommCore>,
+    pub(crate) core: Arc<CommCore>,
     /// Who answers its control calls.
     control: RwLock<Control>,
     /// Every pair is connected.
@@ -35,7 +35,7 @@ pub(crate) struct Plane {
 }
 
 impl Plane {
-    pub(super) fn new(runtime: Runtime, core: Arc<CommCore>, control: Control) -> Plane {
+    pub(crate) fn new(runtime: Runtime, core: Arc<CommCore>, control: Control) -> Plane {
         Plane {
             runtime,
             core,
@@ -67,7 +67,7 @@ impl Plane {
     }
 
     /// Makes a control call.
-    pub(super) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
+    pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         if hw_bridge::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }

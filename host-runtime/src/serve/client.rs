@@ -274,13 +274,6 @@ fn link(core: &CommCore, granted: Granted) -> Result<(), Error> {
 
 impl Served {
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
-        if matches!(ask, Ask::Affinity { .. }) {
-            return Err(Error::Usage(
-                "set_affinity binds the thread that the plugin runs on, which is the service's; bind this process's own \
-                 threads by the system's means (taskset, sched_setaffinity)"
-                    .into(),
-            ));
-        }
         let request = Request::Ask { ask, bound: Bound::of(patience) };
         let mut line = lock(&self.line);
         match line.request(&request, patience, Some(&self.core.abort), |l| link(&self.core, l))?.0 {

@@ -205,18 +205,30 @@ impl Hosted {
             let _ = message::send(&stream, &Greeting::Refused { why }, &[], Instant::now());
             return None;
         }
-        self.connections.fetch_add(1, Ordering::Relaxed);
-        let hosted = self.clone();
-        let spawned = std::thread::Builder::new().name("wccl-session".into()).spawn(move || {
-            session::serve(&hosted, &stream);
-            hosted.connections.fetch_sub(1, Ordering::Relaxed);
-        });
+        let counted = Counted::of(self.clone());
+        let serve = move || session::serve(&counted.0, &stream);
+        let spawned = std::thread::Builder::new().name("wccl-session".into()).spawn(serve);
         spawned
             .inspect_err(|e| {
-                self.connections.fetch_sub(1, Ordering::Relaxed);
                 tracing::warn!(tenant = %self.policy.tenant, "a client was refused: no thread for it: {e}");
             })
             .ok()
+    }
+}
+
+/// A connection that counts until it is dropped.
+struct Counted(Arc<Hosted>);
+
+impl Counted {
+    fn of(hosted: Arc<Hosted>) -> Counted {
+        hosted.connections.fetch_add(1, Ordering::Relaxed);
+        Counted(hosted)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

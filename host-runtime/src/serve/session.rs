@@ -19,11 +19,12 @@ use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL,
 use super::{Hosted, Lessee};
 use crate::abort::AbortToken;
 use crate::error::Error;
-use crate::hw::objects::{Client, CommCore};
+use crate::hw::objects::Client;
 use crate::limits::SERVICE_MESSAGE;
 use crate::message::{self, MessageError};
 use crate::nrt::Rendezvous;
-use crate::nrt::control::{Answer, Control, Here, Joined, Joining, Place};
+use crate::nrt::control::{Answer, Ask, Here, Joined, Joining, Place};
+use crate::nrt::plane::Plane;
 use crate::status::Status;
 use crate::tenant::lock;
 
@@ -117,7 +118,7 @@ fn converse(hosted: &Arc<Hosted>, stream: &UnixStream, lessee: Arc<Lessee>, abor
     let (orders, todo) = sync_channel(1);
     std::thread::scope(|s| {
         let pidfd = lessee.pidfd.clone();
-        let worker = Worker { hosted, stream, lessee, abort, here: None };
+        let worker = Worker { hosted, stream, lessee, abort, joined: None };
         let spawned =
             std::thread::Builder::new().name("wccl-service".into()).spawn_scoped(s, || worker.run(todo, &busy));
         if let Err(e) = spawned {
@@ -180,7 +181,7 @@ struct Worker<'a> {
     stream: &'a UnixStream,
     lessee: Arc<Lessee>,
     abort: &'a AbortToken,
-    here: Option<(Here, Arc<CommCore>)>,
+    joined: Option<Plane>,
 }
 
 impl Worker<'_> {
@@ -195,21 +196,14 @@ impl Worker<'_> {
                 break;
             }
         }
-        self.free();
-    }
-
-    fn free(&mut self) {
-        if let Some((here, core)) = self.here.take()
-            && let Err(e) = here.free()
-        {
-            tracing::debug!(tenant = %self.hosted.policy.tenant, "freeing communicator {}: {e}", core.id);
-        }
+        // Whoever reads learns that nobody works any more.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
     fn say(&self, reply: Reply) -> Result<(), MessageError> {
-        let granted = match (&reply, &self.here) {
-            (Reply::Joined { .. }, Some((_, core))) => {
-                let e = &core.endpoint;
+        let granted = match (&reply, &self.joined) {
+            (Reply::Joined { .. }, Some(plane)) => {
+                let e = &plane.core.endpoint;
                 [e.control().segment(), e.hbm().segment()].into_iter().filter_map(|s| s.fd()).collect()
             }
             _ => Vec::new(),
@@ -224,8 +218,8 @@ impl Worker<'_> {
 
     /// Passes new links on.
     fn links(&self) -> Result<(), MessageError> {
-        let Some((_, core)) = &self.here else { return Ok(()) };
-        for some in core.take_links().chunks(LINKS_AT_ONCE) {
+        let Some(plane) = &self.joined else { return Ok(()) };
+        for some in plane.core.take_links().chunks(LINKS_AT_ONCE) {
             let links = some.iter().map(|g| Link { rank: g.rank, control: g.control.1, hbm: g.hbm.1 }).collect();
             let fds: Vec<_> = some.iter().flat_map(|g| [&g.control.0, &g.hbm.0, &g.pidfd]).map(AsFd::as_fd).collect();
             self.send(Reply::Links(links), &fds)?;
@@ -247,12 +241,18 @@ impl Worker<'_> {
                 Ok(Reply::UniqueId(runtime.unique_id(n)?.to_vec()))
             }
             Request::Join(join) => self.join(join),
-            Request::Ask { ask, bound } => match &self.here {
-                Some((here, _)) => Ok(Reply::Answer(here.ask(ask, bound.patience())?)),
+            Request::Ask { ask: Ask::Affinity { .. }, .. } => Err(Error::Usage(
+                "set_affinity binds the thread that the plugin runs on, which is the service's; bind this process's own \
+                 threads by the system's means (taskset, sched_setaffinity)"
+                    .into(),
+            )),
+            Request::Ask { ask, bound } => match &self.joined {
+                Some(plane) => Ok(Reply::Answer(plane.ask(ask, bound.patience())?)),
                 None => Err(Error::Usage("this connection has joined no communicator".into())),
             },
             Request::Free => {
-                self.free();
+                // Its end has the library free it.
+                self.joined = None;
                 Ok(Reply::Answer(Answer::Done))
             }
             Request::Abort { .. } => Err(Error::Bug("an abort came to the worker".into())),
@@ -261,7 +261,7 @@ impl Worker<'_> {
 
     fn join(&mut self, j: Join) -> Result<Reply, Error> {
         let runtime = &self.hosted.runtime;
-        if self.here.is_some() {
+        if self.joined.is_some() {
             return Err(Error::Usage("this connection has joined a communicator already".into()));
         }
         let found = lock(&self.hosted.runtimes).get(&j.session).and_then(std::sync::Weak::upgrade);
@@ -286,13 +286,10 @@ impl Worker<'_> {
         self.lessee = lessee;
         let joining = Joining { rendezvous, rank, nranks, on: Some(place) };
         let Joined { control, core, info, place } = Here::join(runtime, &joining, self.abort, Some(client))?;
-        let Control::Here(here) = control else {
-            return Err(Error::Bug("a service has its communicators itself".into()));
-        };
         let comm = core.id;
         let bytes = |s: &Segment| s.len() as u64;
-        let (control, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));
-        self.here = Some((here, core));
-        Ok(Reply::Joined { comm, place, control, hbm, info: Answer::Info(Box::new(info)) })
+        let (block, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));
+        self.joined = Some(Plane::new(runtime.clone(), core, control));
+        Ok(Reply::Joined { comm, place, control: block, hbm, info: Answer::Info(Box::new(info)) })
     }
 }
