@@ -283,6 +283,8 @@ impl Served {
     }
 
     pub(crate) fn free(&self) -> Result<(), Error> {
-        lock(&self.line).request(&Request::Free, Patience::Usual, None, |_| Ok(())).map(|_| ())
+        // Closing the connection frees it too: a service that hangs does not hold this process up.
+        let soon = Patience::Waits(Instant::now());
+        lock(&self.line).request(&Request::Free, soon, None, |_| Ok(())).map(|_| ())
     }
 }
