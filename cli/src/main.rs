@@ -4,7 +4,7 @@
 //!
 //! | room | owns |
 //! |---|---|
-//! | `demo`, `bench`, `peer`, `run`, `plugin`, `tenant`, `swap`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
+//! | `demo`, `bench`, `peer`, `run`, `serve`, `plugin`, `tenant`, `swap`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
 //! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
 //! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
@@ -31,6 +31,7 @@ mod plot;
 mod plugin;
 mod reference;
 mod run;
+mod serve;
 mod size;
 mod swap;
 mod sweep;
@@ -42,6 +43,7 @@ mod worker;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
@@ -68,9 +70,24 @@ struct Cli {
     /// What to log to stderr: error, warn, info, debug, trace, or per module like `host_runtime=debug,warn`
     #[arg(long, global = true, env = "WCCL_LOG", value_name = "FILTER")]
     log: Option<String>,
+    /// How to log: `text`, or `json` with a line an event
+    #[arg(long, global = true, env = "WCCL_LOG_FORMAT", value_name = "FORMAT", default_value = "text")]
+    log_format: LogFormat,
     #[command(subcommand)]
     command: Command,
 }
+
+/// How to log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// For those who collect.
+    Json,
+}
+
+/// What was asked for; ranks that this program starts are told.
+static LOG_FORMAT: OnceLock<LogFormat> = OnceLock::new();
 
 #[derive(Subcommand)]
 enum Command {
@@ -80,6 +97,8 @@ enum Command {
     Bench(Box<bench::Args>),
     /// Start a program once per rank, with the variables that such programs expect
     Run(run::Args),
+    /// Own the devices and plugins of this machine, and serve programs of several tenants
+    Serve(serve::Args),
     /// Look into a plugin, ask whether this host would load it, or sign it
     #[command(subcommand)]
     Plugin(plugin::Command),
@@ -127,11 +146,12 @@ fn start_log(cli: &Cli) -> anyhow::Result<()> {
         Some(f) => EnvFilter::try_new(f).map_err(|e| Usage(format!("--log (or WCCL_LOG) is `{f}`: {e}")))?,
         None => EnvFilter::try_new(usual).context("making the default log filter")?,
     };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal() && term::colours_wanted())
-        .init();
+    let format = *LOG_FORMAT.get_or_init(|| cli.log_format);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => log.with_ansi(std::io::stderr().is_terminal() && term::colours_wanted()).init(),
+        LogFormat::Json => log.json().flatten_event(true).with_span_list(false).init(),
+    }
     Ok(())
 }
 
@@ -142,6 +162,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Demo(a) => demo::start(&a, log),
         Command::Bench(a) => bench::start(&a, log),
         Command::Run(a) => run::start(&a),
+        Command::Serve(a) => serve::start(&a),
         Command::Plugin(c) => plugin::start(&c),
         Command::Tenant(c) => tenant::start(&c),
         Command::Swap(c) => swap::start(&c),

@@ -28,6 +28,9 @@ pub struct Args {
     /// Put `[rank] ` before each line of output
     #[arg(long)]
     tag: bool,
+    /// Socket of the service that has the devices and plugins (WCCL_SERVICE)
+    #[arg(long, value_name = "SOCKET")]
+    service: Option<std::path::PathBuf>,
     /// The program and its arguments
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     program: Vec<OsString>,
@@ -43,7 +46,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         ranks: args.ranks as usize,
         program: program.clone(),
         args: rest.to_vec(),
-        vars: Vec::new(),
+        vars: args.service.iter().map(|s| ("WCCL_SERVICE", s.clone().into_os_string())).collect(),
         tag: args.tag,
         stdin: true,
     };

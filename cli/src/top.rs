@@ -80,10 +80,11 @@ fn find(pid: Option<u32>) -> BTreeMap<u64, Seen> {
             }
             let Ok(file) = rustix::fs::open(&path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) else { continue };
             let Ok(inode) = rustix::fs::fstat(&file).map(|s| s.st_ino) else { continue };
-            // A forked child holds its parent's as well; the parent has the lower number, but for a wrap.
-            if !found.contains_key(&inode)
-                && pid.is_none_or(|p| p == number)
+            // A forked child holds its parent's as well; the parent has the lower number, but for a wrap. A service holds
+            // those of its clients.
+            if pid.is_none_or(|p| p == number)
                 && let Some(seen) = view(file, number)
+                && (!found.contains_key(&inode) || seen.control.pid() == number)
             {
                 found.insert(inode, seen);
             }

@@ -27,6 +27,9 @@ pub struct Ranks {
     /// The collectives plugin, if not the one built by `cargo xtask guests`
     #[arg(long, value_name = "FILE", env = "WCCL_PLUGIN")]
     pub plugin: Option<PathBuf>,
+    /// Socket of the service that has the devices and plugins (`wccl serve`); without, each rank has its own
+    #[arg(long, value_name = "SOCKET", env = "WCCL_SERVICE")]
+    pub service: Option<PathBuf>,
     /// Algorithm to use wherever it serves, as WCCL_ALGO: one-hop, mesh, ring, staged, halving, tree, two-level;
     /// default: by size
     #[arg(long, value_name = "NAME")]
@@ -76,8 +79,14 @@ pub fn launch(ranks: &Ranks, job: &Job, log: Option<&str>) -> anyhow::Result<()>
     if let Some(log) = log {
         vars.push(("WCCL_LOG", OsString::from(log)));
     }
+    if crate::LOG_FORMAT.get() == Some(&crate::LogFormat::Json) {
+        vars.push(("WCCL_LOG_FORMAT", "json".into()));
+    }
     if let Some(plugin) = &ranks.plugin {
         vars.push(("WCCL_PLUGIN", plugin.clone().into_os_string()));
+    }
+    if let Some(service) = &ranks.service {
+        vars.push(("WCCL_SERVICE", service.clone().into_os_string()));
     }
     if let Some(algorithm) = ranks.algo {
         vars.push(("WCCL_ALGO", algorithm.name().into()));
@@ -124,7 +133,7 @@ pub fn join(rank: usize, n: usize) -> anyhow::Result<Member> {
 /// Those of [`join`].
 pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<Member> {
     let root = std::env::var("NEURON_RT_ROOT_COMM_ID").context("NEURON_RT_ROOT_COMM_ID is not set")?;
-    if config.plugin.is_none() {
+    if config.plugin.is_none() && config.service.is_none() {
         bail!(
             "there is no collectives plugin: build it by `cargo xtask guests`, or name one with --plugin or WCCL_PLUGIN"
         );

@@ -24,6 +24,7 @@
 mod choice;
 mod guest;
 mod peer;
+mod service;
 mod user;
 
 // The program's own readers, as they are.
@@ -69,6 +70,7 @@ pub const TARGETS: [Target; 15] = [
     target("operation", peer::operation, 200),
     target("links", peer::links, 300),
     target("groups", peer::groups, 300),
+    target("service", service::service, 300),
     target("environment", user::environment, 3000),
     target("policy", user::policy, 5000),
     target("sizes", user::sizes, 5000),

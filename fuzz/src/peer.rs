@@ -153,7 +153,7 @@ fn to_server(data: &[u8]) {
     static SERVER: OnceLock<Option<(LinkServer, [u8; IPC_BYTES])>> = OnceLock::new();
     let server = SERVER.get_or_init(|| {
         let server = LinkServer::start().ok()?;
-        let grant = Grant { rank: 3, tenant: 7, control: segment()?, hbm: segment()? };
+        let grant = Grant { rank: 3, tenant: 7, control: segment()?, hbm: segment()?, client: None };
         let ipc = server.grant(grant).ok()?;
         Some((server, ipc))
     });

@@ -144,6 +144,14 @@ pub enum Error {
     /// A limit of this process is too low for what was asked; the sentence names it, its value and the need.
     #[error("{0}")]
     Limit(String),
+    /// The service said so, or does not answer.
+    #[error("{what}")]
+    Service {
+        /// What it said, or why it does not answer.
+        what: String,
+        /// What a C caller would see.
+        status: Status,
+    },
     /// Device memory.
     #[error(transparent)]
     Memory(#[from] hw_bridge::hbm::HbmError),
@@ -176,7 +184,7 @@ impl Error {
             | Error::Supervised { .. }
             | Error::Swap { .. }
             | Error::Reentered { .. } => Status::FAILURE,
-            Error::Entry { status, .. } | Error::Group { status, .. } => *status,
+            Error::Entry { status, .. } | Error::Group { status, .. } | Error::Service { status, .. } => *status,
             Error::Busy { .. } | Error::Frozen { .. } | Error::Connecting { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
             Error::Op(

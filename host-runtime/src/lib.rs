@@ -14,7 +14,9 @@
 //! | [`plugin`] | compiling, caching, instantiating components; limits; traps |
 //! | [`policy`] | what an operator lets a tenant do, in one file |
 //! | [`control`] | the socket on which operators ask of a running tenant |
+//! | [`serve`] | the service that owns the devices of a machine, and its clients |
 //! | [`message`] | messages between processes of this machine |
+//! | [`metrics`] | what tenants have used, as Prometheus reads it |
 //! | [`tenant`] | what a tenant may use and has used |
 //! | [`swap`] | replacing a tenant's library under running communicators |
 //!
@@ -29,11 +31,13 @@ pub mod forward;
 pub mod hw;
 pub mod limits;
 pub mod message;
+pub mod metrics;
 pub mod net;
 pub mod nrt;
 pub mod plugin;
 pub mod policy;
 pub mod reverse;
+pub mod serve;
 pub mod status;
 pub mod swap;
 pub mod tenant;

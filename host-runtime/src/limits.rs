@@ -56,6 +56,14 @@ pub const MAX_RESTART_PAUSE: Duration = Duration::from_secs(30);
 pub const MAX_POLICY_BYTES: usize = 64 << 10;
 /// Bytes of one message between processes of this machine.
 pub const MAX_MESSAGE_BYTES: usize = 5 << 20;
+/// How long one side of a connection to the service waits for the other to take or to finish a message.
+pub const SERVICE_MESSAGE: Duration = Duration::from_secs(5);
+/// Connections to the sockets of one tenant: one for each runtime and one for each communicator of its processes.
+pub const MAX_SESSIONS: usize = 512;
+/// Bytes of the head of a request for metrics.
+pub const MAX_HTTP_HEAD: usize = 8 << 10;
+/// How long one who asks for metrics may take for all of it.
+pub const HTTP_WAIT: Duration = Duration::from_secs(2);
 /// Descriptors that go with one message.
 pub const MAX_MESSAGE_FDS: usize = 64;
 /// How long a question on a control socket, and its answer, may take.

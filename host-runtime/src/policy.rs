@@ -19,7 +19,7 @@ use serde::de::{Deserializer, Error as _};
 use sha2::{Digest, Sha256};
 use toml::Spanned;
 
-use crate::limits::{Limits, MAX_POLICY_BYTES};
+use crate::limits::{Limits, MAX_POLICY_BYTES, MAX_SESSIONS};
 
 /// Longest name of a tenant.
 const MAX_NAME: usize = 32;
@@ -45,6 +45,24 @@ pub struct Policy {
     pub wasi: BTreeSet<String>,
     /// The share of what tenants compete for.
     pub share: Share,
+    /// Whom the service serves as this tenant.
+    pub service: Access,
+}
+
+/// Whom the service serves as this tenant.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Access {
+    /// Users whose processes may connect; the service's own if none is named.
+    pub uids: BTreeSet<u32>,
+    /// Connections at a time: one for each runtime and one for each communicator.
+    pub clients: usize,
+}
+
+impl Default for Access {
+    fn default() -> Self {
+        Access { uids: BTreeSet::new(), clients: MAX_SESSIONS }
+    }
 }
 
 /// Plugins that may be loaded.
@@ -357,6 +375,8 @@ struct Written {
     #[serde(default)]
     wasi: WrittenWasi,
     share: Option<Spanned<Share>>,
+    #[serde(default)]
+    service: Access,
 }
 
 #[derive(Default, Deserialize)]
@@ -524,6 +544,7 @@ impl Policy {
             files: w.files.read.into_iter().map(Spanned::into_inner).collect(),
             wasi: w.wasi.grant.into_iter().map(Spanned::into_inner).collect(),
             share: w.share.map(Spanned::into_inner).unwrap_or_default(),
+            service: w.service,
         })
     }
 }
@@ -606,7 +627,10 @@ impl fmt::Display for Policy {
             f,
             "  has weight {} among tenants, {cap}, {} operations at a time, {} % of a core for its plugins",
             s.weight, s.proxy_slots, s.control_cpu
-        )
+        )?;
+        let uids: Vec<String> = self.service.uids.iter().map(u32::to_string).collect();
+        let uids = if uids.is_empty() { "its own user".into() } else { format!("users {}", uids.join(", ")) };
+        writeln!(f, "  is served to processes of {uids}, over {} connections at a time", self.service.clients)
     }
 }
 

@@ -224,7 +224,6 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use crate::abort::AbortToken;
-    use crate::limits::Limits;
     use crate::nrt::RuntimeConfig;
     use crate::tenant::Tenant;
     use hw_bridge::device::{DeviceConfig, DeviceModel, HostMem, IncrementRegister};

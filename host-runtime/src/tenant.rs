@@ -9,8 +9,10 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
 use hw_bridge::device::{DeviceModel, IdMapSet};
+use hw_bridge::flight;
 use hw_bridge::hbm::{Hbm, HbmBuf, HbmError};
 use hw_bridge::links::LinkServer;
+use hw_bridge::segment::Segment;
 use hw_bridge::share::{Market, Share, Terms};
 
 use crate::abort::AbortToken;
@@ -35,6 +37,8 @@ pub struct Counters {
     entries: AtomicU64,
     tasks: AtomicU64,
     refused: Mutex<BTreeMap<&'static str, u64>>,
+    /// What the data planes of communicators that are gone counted.
+    moved: Mutex<flight::Counters>,
 }
 
 impl Counters {
@@ -76,6 +80,11 @@ impl Counters {
     /// Refusals so far, by the policy's key.
     pub fn refusals(&self) -> BTreeMap<&'static str, u64> {
         lock(&self.refused).clone()
+    }
+
+    pub(crate) fn moved(&self, by: flight::Counters) {
+        let mut sum = lock(&self.moved);
+        *sum = *sum + by;
     }
 
     /// Background tasks started.
@@ -247,6 +256,19 @@ impl Tenant {
         Ok(h)
     }
 
+    /// Device memory of a logical core that a service made; the arena of before, if it is that.
+    pub(crate) fn adopt_hbm(&self, core: i32, segment: Segment) -> Arc<Hbm> {
+        let mut all = lock(&self.hbm);
+        if let Some(h) = all.get(&core).and_then(Weak::upgrade)
+            && h.segment().same_memory(&segment)
+        {
+            return h;
+        }
+        let h = Hbm::adopt(segment);
+        all.insert(core, Arc::downgrade(&h));
+        h
+    }
+
     /// Registers a communicator's host object, within the quota.
     pub(crate) fn add_comm(
         &self,
@@ -269,6 +291,13 @@ impl Tenant {
         let mut comms = lock(&self.comms);
         comms.retain(|_, c| c.strong_count() > 0);
         comms.len()
+    }
+
+    /// What the data planes of all communicators counted, of those that are gone too; a client's are as it says.
+    pub fn moved(&self) -> flight::Counters {
+        let gone = *lock(&self.counters.moved);
+        let alive: Vec<Arc<CommCore>> = lock(&self.comms).values().filter_map(Weak::upgrade).collect();
+        alive.iter().fold(gone, |sum, c| sum + c.endpoint.control().counters())
     }
 
     /// Ends and joins the background tasks. Their waits see the abort at once.

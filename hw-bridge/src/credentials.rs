@@ -89,6 +89,20 @@ pub fn pidfd_of_peer(socket: impl AsFd) -> std::io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// The process that a pidfd stands for.
+///
+/// # Errors
+/// `ESRCH` if it has ended, [`std::io::ErrorKind::InvalidData`] for what is no pidfd.
+pub fn pid_of(pidfd: impl AsFd) -> std::io::Result<PeerPid> {
+    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_fd().as_raw_fd()))?;
+    let pid = text.lines().find_map(|l| l.strip_prefix("Pid:")?.trim().parse().ok());
+    match pid {
+        Some(-1) => Err(std::io::Error::from_raw_os_error(libc::ESRCH)),
+        Some(pid) => Ok(PeerPid(pid)),
+        None => Err(std::io::ErrorKind::InvalidData.into()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -105,6 +119,21 @@ mod tests {
         assert_eq!((elsewhere.here(), elsewhere.to_string().as_str()), (None, "unknown here, other PID namespace"));
         let file = std::fs::File::open("/dev/null").unwrap();
         assert!(of_peer(&file).is_err() && pidfd_of_peer(&file).is_err());
+    }
+
+    #[test]
+    fn a_pidfd_says_whose_it_is_and_another_file_does_not() {
+        use rustix::process::{Pid, PidfdFlags, pidfd_open};
+        let open = |pid: u32| pidfd_open(Pid::from_raw(pid.cast_signed()).unwrap(), PidfdFlags::empty()).unwrap();
+        assert_eq!(pid_of(open(std::process::id())).unwrap().here(), Some(std::process::id()));
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let fd = open(child.id());
+        assert_eq!(pid_of(&fd).unwrap(), PeerPid::from(child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(pid_of(&fd).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        let file = std::fs::File::open("/dev/null").unwrap();
+        assert_eq!(pid_of(&file).unwrap_err().kind(), std::io::ErrorKind::InvalidData);
     }
 
     #[test]

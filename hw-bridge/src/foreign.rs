@@ -20,17 +20,21 @@ const CALL_BYTES: u64 = 1 << 30;
 
 /// A random number at a fixed address of this process, by which readers know it.
 #[derive(Debug)]
-pub(crate) struct Mark(Box<u64>);
+pub struct Mark(Box<u64>);
 
 impl Mark {
-    pub(crate) fn new() -> std::io::Result<Mark> {
+    /// A fresh one.
+    ///
+    /// # Errors
+    /// The kernel's, if it has no random bytes.
+    pub fn new() -> std::io::Result<Mark> {
         let mut number = [0; 8];
         crate::links::fill_random(&mut number)?;
         Ok(Mark(Box::new(u64::from_ne_bytes(number))))
     }
 
     /// Its address and the number there, for peers.
-    pub(crate) fn words(&self) -> [u64; 2] {
+    pub fn words(&self) -> [u64; 2] {
         [std::ptr::from_ref(&*self.0).addr() as u64, *self.0]
     }
 }

@@ -77,8 +77,13 @@ impl Hbm {
     /// An arena of `capacity` bytes of address space. It costs memory only as tensors are allocated.
     pub fn new(capacity: u64) -> Result<Arc<Hbm>, HbmError> {
         let capacity = capacity.max(1).checked_next_multiple_of(HBM_ALIGN).unwrap_or(u64::MAX - HBM_ALIGN + 1);
-        let segment = Arc::new(Segment::create("wccl-hbm", capacity)?);
-        Ok(Arc::new(Hbm { segment, free: Mutex::new(FreeList { pieces: BTreeMap::from([(0, capacity)]), used: 0 }) }))
+        Ok(Hbm::adopt(Segment::create("wccl-hbm", capacity)?))
+    }
+
+    /// The arena in `segment`, which nobody else allocates from: fresh, or made by a service for this process.
+    pub fn adopt(segment: Segment) -> Arc<Hbm> {
+        let pieces = BTreeMap::from([(0, segment.len() as u64)]);
+        Arc::new(Hbm { segment: Arc::new(segment), free: Mutex::new(FreeList { pieces, used: 0 }) })
     }
 
     /// Allocates `bytes` (rounded up to whole pages), zeroed.

@@ -20,9 +20,11 @@
 //! | [`proxy`] | the proxy's tick over network operations |
 //! | [`share`] | whose turn it is, among tenants |
 //! | [`sequencer`] | the step language, and executing it |
+//! | [`signals`] | waiting for SIGTERM |
 //!
 //! `unsafe` stands in `reduce`, `peers`, `ballot` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
-//! in `fork` (a page the kernel wipes), in `share` (a page that tenants share), in `credentials` (socket options) and in `foreign` (a system call), and nowhere else.
+//! in `fork` (a page the kernel wipes), in `share` (a page that tenants share), in `credentials` (socket options), in `signals` (a mask
+//! and its descriptor) and in `foreign` (a system call), and nowhere else.
 
 pub mod ballot;
 pub mod credentials;
@@ -42,3 +44,4 @@ pub mod segment;
 pub mod semaphore;
 pub mod sequencer;
 pub mod share;
+pub mod signals;

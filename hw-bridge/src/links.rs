@@ -41,6 +41,45 @@ pub struct Grant {
     pub control: Arc<Segment>,
     /// The core's device memory.
     pub hbm: Arc<Segment>,
+    /// The process whose memory it is, where that is a client of this one.
+    pub client: Option<Arc<OwnedFd>>,
+}
+
+/// A peer's memory as it was granted, not mapped yet: a service passes it on to its client.
+#[derive(Debug)]
+pub struct Granted {
+    /// The peer's rank, as it says.
+    pub rank: u32,
+    /// Its control segment, and the bytes it says that has.
+    pub control: (OwnedFd, u64),
+    /// Its device memory, and the bytes it says that has.
+    pub hbm: (OwnedFd, u64),
+    /// Its process.
+    pub pidfd: OwnedFd,
+}
+
+impl Granted {
+    /// Maps it.
+    ///
+    /// # Errors
+    /// [`LinkError::Gone`] if the process has ended, [`LinkError::Malformed`] and [`LinkError::Segment`] for descriptors that
+    /// are not what they were said to be.
+    pub fn map(self) -> Result<Mapped, LinkError> {
+        let pid = credentials::pid_of(&self.pidfd).map_err(|e| match e.kind() {
+            std::io::ErrorKind::InvalidData => {
+                LinkError::Malformed("what should stand for the peer's process does not")
+            }
+            _ => LinkError::Gone(e),
+        })?;
+        let own = pid.here() == Some(std::process::id());
+        Ok(Mapped {
+            rank: self.rank,
+            pid,
+            control: Segment::from_peer(self.control.0, self.control.1)?,
+            hbm: Segment::from_peer(self.hbm.0, self.hbm.1)?,
+            pidfd: (!own).then_some(self.pidfd),
+        })
+    }
 }
 
 /// A peer's memory, mapped here.
@@ -271,8 +310,8 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
             let (Some(a), Some(b)) = (g.control.fd(), g.hbm.fd()) else {
                 return Err(LinkError::Refused("its grant holds memory of another process"));
             };
-            let fds: [BorrowedFd<'_>; 2] = [a, b];
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+            let fds: Vec<BorrowedFd<'_>> = [a, b].into_iter().chain(g.client.as_ref().map(|c| c.as_fd())).collect();
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             control.push(SendAncillaryMessage::ScmRights(&fds));
             rustix::net::sendmsg(&stream, &[IoSlice::new(&out)], &mut control, SendFlags::NOSIGNAL)
@@ -351,6 +390,14 @@ fn dial(name: &[u8], stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<
 /// # Errors
 /// [`LinkError`]; [`LinkError::Gone`] if the owner's process has ended or does not answer.
 pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Mapped, LinkError> {
+    request(ipc, tenant, stop, deadline)?.map()
+}
+
+/// As [`connect`], without mapping anything.
+///
+/// # Errors
+/// As [`connect`].
+pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Granted, LinkError> {
     if ipc.len() != IPC_BYTES {
         return Err(LinkError::Malformed("it is not 64 bytes"));
     }
@@ -374,11 +421,11 @@ pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     stream.write_all(&hello).map_err(LinkError::Gone)?;
 
     let mut out = [0u8; ANSWER_BYTES];
-    let mut fds: Vec<OwnedFd> = Vec::with_capacity(2);
+    let mut fds: Vec<OwnedFd> = Vec::with_capacity(3);
     let mut got = 0;
     while got < out.len() {
         readable(&stream, stop, deadline)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let r = rustix::net::recvmsg(
             stream.as_fd(),
@@ -414,18 +461,13 @@ pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
             return Err(LinkError::Refused("the token is not or no longer valid; the peer has freed its communicator"));
         }
     }
-    let [control, hbm]: [OwnedFd; 2] = fds
-        .try_into()
-        .map_err(|_| LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"))?;
-    let own = cred.pid.here() == Some(std::process::id());
-    let pidfd = if own { None } else { Some(watch(&stream, cred.pid)?) };
-    Ok(Mapped {
-        rank: word(8),
-        pid: cred.pid,
-        control: Segment::from_peer(control, long(16))?,
-        hbm: Segment::from_peer(hbm, long(24))?,
-        pidfd,
-    })
+    let mut fds = fds.into_iter();
+    let (Some(control), Some(hbm)) = (fds.next(), fds.next()) else {
+        return Err(LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"));
+    };
+    // Memory of a client of the owner comes with the client's process.
+    let pidfd = fds.next().map_or_else(|| watch(&stream, cred.pid), Ok)?;
+    Ok(Granted { rank: word(8), control: (control, long(16)), hbm: (hbm, long(24)), pidfd })
 }
 
 /// What becomes readable when the process behind `stream` ends. The socket itself gives it, in whatever PID namespace that
@@ -460,6 +502,7 @@ mod tests {
             tenant,
             control: Arc::new(Segment::create("c", 4096).unwrap()),
             hbm: Arc::new(Segment::create("h", 8192).unwrap()),
+            client: None,
         }
     }
 
@@ -503,6 +546,26 @@ mod tests {
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
         let late = Instant::now() + Duration::from_secs(600);
         assert!(matches!(connect(&ipc, 0, Some(stop.as_fd()), late), Err(LinkError::Stopped)));
+    }
+
+    #[test]
+    fn the_process_of_a_grant_is_its_clients() {
+        let server = LinkServer::start().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = rustix::process::Pid::from_child(&child);
+        let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
+        let ipc = server.grant(Grant { client: Some(Arc::new(pidfd)), ..grant(7) }).unwrap();
+        let m = connect(&ipc, 7, None, soon()).unwrap();
+        assert_eq!((m.pid.here(), m.pidfd.is_some()), (Some(child.id()), true));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Gone(_))));
+        let no_process = Some(Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap())));
+        let ipc = server.grant(Grant { client: no_process, ..grant(7) }).unwrap();
+        assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Malformed(_))));
+        // This very process needs no watching.
+        let ipc = server.grant(grant(7)).unwrap();
+        assert!(connect(&ipc, 7, None, soon()).unwrap().pidfd.is_none());
     }
 
     #[test]

@@ -323,6 +323,17 @@ struct Record {
 const _: () = assert!(size_of::<Record>() == 64 && size_of::<Block>() <= BLOCK_BYTES);
 const _: () = assert!(size_of::<LaneHead>() <= FLIGHT_AT && LANE_BYTES % 4096 == 0 && SLOT_STRIDE % 128 == 0);
 
+/// What a process says of itself when another makes a control segment for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Owner {
+    /// Its number.
+    pub pid: u32,
+    /// Whether it pays for fences ([`crate::semaphore::asymmetric`]).
+    pub asymmetric: bool,
+    /// Where its [`Mark`] is, and the number there.
+    pub mark: [u64; 2],
+}
+
 /// Typed view of a control segment.
 #[derive(Debug)]
 pub struct Control {
@@ -331,7 +342,7 @@ pub struct Control {
     /// The owner's process, where it is a linked peer's and the kernel gave a descriptor of it.
     owner: Option<OwnedFd>,
     /// What readers of this process's memory know it by; absent in a peer's.
-    mark: Option<Mark>,
+    _mark: Option<Mark>,
 }
 
 /// One lane of a control segment.
@@ -344,23 +355,37 @@ pub struct LaneView<'a> {
 impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
-        let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
         let (step, bytes) = ("reading random bytes", CONTROL_BYTES as u64);
         let mark = Mark::new().map_err(|source| SegmentError::System { step, bytes, source })?;
-        let c = Control { segment, left: AtomicBool::new(false), owner: None, mark: Some(mark) };
+        let (pid, asymmetric) = (std::process::id(), crate::semaphore::asymmetric());
+        let c = Control::create_for(rank, nranks, Owner { pid, asymmetric, mark: mark.words() })?;
+        Ok(Control { left: AtomicBool::new(false), _mark: Some(mark), ..c })
+    }
+
+    /// Makes that of another process, which takes it over by [`Control::adopt`]: only it says how the rank stands.
+    pub fn create_for(rank: u32, nranks: u32, owner: Owner) -> Result<Control, SegmentError> {
+        let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
+        let c = Control { segment, left: AtomicBool::new(true), owner: None, _mark: None };
         c.commit(0)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
-        word(ident::ASYMMETRIC, u64::from(crate::semaphore::asymmetric()));
-        word(ident::PID, u64::from(std::process::id()));
-        if let Some(mark) = &c.mark {
-            ident::MARK.into_iter().zip(mark.words()).for_each(|(at, v)| word(at, v));
-        }
+        word(ident::ASYMMETRIC, u64::from(owner.asymmetric));
+        word(ident::PID, u64::from(owner.pid));
+        ident::MARK.into_iter().zip(owner.mark).for_each(|(at, v)| word(at, v));
         let (ns, ticks) = flight::now();
         word(ident::CLOCK_NS, ns);
         word(ident::TICKS, ticks);
         c.block().ident.0[ident::MAGIC].store(MAGIC, Ordering::Release);
         Ok(c)
+    }
+
+    /// Takes over what a service made for rank `rank` of `nranks` in this process, known by `mark`.
+    pub fn adopt(segment: Segment, rank: u32, nranks: u32, mark: Mark) -> Result<Control, SegmentError> {
+        let c = Control::of_peer(segment, rank, nranks)?;
+        if ident::MARK.map(|at| c.ident(at)) != mark.words() {
+            return Err(SegmentError::Foreign("it was made for another process".into()));
+        }
+        Ok(Control { left: AtomicBool::new(false), _mark: Some(mark), ..c })
     }
 
     /// Views a peer's, after checking that it is one and whose.
@@ -383,7 +408,7 @@ impl Control {
                 segment.len()
             )));
         }
-        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None, mark: None };
+        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None, _mark: None };
         let magic = c.block().ident.0[ident::MAGIC].load(Ordering::Acquire);
         if magic != MAGIC {
             return Err(SegmentError::Foreign(format!("its control block has magic {magic:#x}")));
@@ -844,6 +869,24 @@ mod tests {
         assert_eq!(seen.progress(), 1 << 16 | 1);
         // Lanes have nothing to do with one another.
         assert!(!viewer.lane(1).arrived(1) && viewer.lane(1).progress() == 0);
+    }
+
+    #[test]
+    fn what_is_made_for_a_process_is_only_its_own() {
+        let mark = Mark::new().unwrap();
+        let owner = Owner { pid: 7, asymmetric: true, mark: mark.words() };
+        let made = Control::create_for(1, 2, owner).unwrap();
+        let fd = || made.segment.fd().unwrap().try_clone_to_owned().unwrap();
+        let segment = || Segment::adopt(fd(), CONTROL_BYTES as u64).unwrap();
+        let strange = Control::adopt(segment(), 1, 2, Mark::new().unwrap()).unwrap_err();
+        assert!(strange.to_string().contains("for another process"), "{strange}");
+        let own = Control::adopt(segment(), 1, 2, mark).unwrap();
+        own.commit(1).unwrap();
+        // Whoever made it says nothing of the rank.
+        made.leave(RankState::Closed, "");
+        assert_eq!((own.pid(), own.state().0), (7, RankState::Alive));
+        own.leave(RankState::Failed, "why");
+        assert_eq!(made.state(), (RankState::Failed, "why".into()));
     }
 
     #[test]

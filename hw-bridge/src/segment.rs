@@ -60,6 +60,12 @@ impl Segment {
     /// Maps a descriptor that a peer passed. Refuses one whose size is not `len` or that is not sealed, because an
     /// access to it could fault.
     pub fn from_peer(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
+        Ok(Segment { fd: None, ..Segment::adopt(fd, len)? })
+    }
+
+    /// Maps a descriptor of memory that a service made for this process: as [`Segment::from_peer`], and it is this process's
+    /// to commit and to release.
+    pub fn adopt(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
         let seals = rustix::fs::fcntl_get_seals(&fd)
             .map_err(|e| SegmentError::Foreign(format!("it cannot be sealed ({e})")))?;
         if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
@@ -69,7 +75,7 @@ impl Segment {
         if stat.st_size as u64 != len {
             return Err(SegmentError::Foreign(format!("it has {} bytes, {len} were announced", stat.st_size)));
         }
-        Ok(Segment { map: Self::map(&fd, len)?, fd: None })
+        Ok(Segment { map: Self::map(&fd, len)?, fd: Some(fd) })
     }
 
     /// Maps another process's segment to look at it, without being able to write.
@@ -114,6 +120,12 @@ impl Segment {
     /// The descriptor, for its owner's own calls.
     fn own(&self, step: &'static str, len: u64) -> Result<BorrowedFd<'_>, SegmentError> {
         self.fd().ok_or_else(|| sys(step, len, std::io::ErrorKind::PermissionDenied))
+    }
+
+    /// Whether both have descriptors, and of the same memory.
+    pub fn same_memory(&self, other: &Segment) -> bool {
+        let inode = |s: &Segment| s.fd().and_then(|fd| rustix::fs::fstat(fd).ok()).map(|s| (s.st_dev, s.st_ino));
+        inode(self).is_some() && inode(self) == inode(other)
     }
 
     /// Allocates the pages of a range now, so that running out of memory is an error here and not a fault later.

@@ -128,6 +128,7 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
     let answer = instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", &probe, (VERSION_INFO_BYTES,));
     let (version, _) = answer.map_err(|e| opening(&e.to_string()))?;
     let version = Version::from(&version);
+    library.set_version(version.numbers);
     if version.compatibility != COMPATIBILITY {
         let id = version.compatibility;
         return Err(failed(format!(
@@ -203,6 +204,11 @@ impl Forward {
         if matches!(*state, State::Untried) {
             *state = State::Failed(opening("no collectives plugin is configured").sentinel);
         }
+    }
+
+    /// Arms the sentinel of a service's load.
+    pub(crate) fn failed_elsewhere(&self, sentinel: String) {
+        *self.write() = State::Failed(sentinel);
     }
 
     /// Puts a library that was loaded beside the table into it, with the next generation; answers the generation and the

@@ -22,7 +22,7 @@ use crate::limits::byte_list;
 use crate::plugin::HostState;
 use crate::status::Status;
 use crate::tenant::lock;
-use hw_bridge::peers::Peer;
+use hw_bridge::peers::{Control, Peer};
 use hw_bridge::semaphore::WaitPolicy;
 use hw_bridge::sequencer::Endpoint;
 use objects::{CommCore, CommunicatorObject, Connector, ConnectorObject};
@@ -108,14 +108,21 @@ impl wit_objects::HostCommunicator for HostState {
             let why = "a communicator can only be made by an init entry, on a rank's core";
             return Ok(Err(self.fail(Status::UNINITIALIZED, why)));
         };
+        self.span.record("rank", r);
         let tenant = self.tenant.clone();
-        let abort = self.abort.clone();
+        let (abort, client) = (self.abort.clone(), self.client.clone());
         let made = tenant.clone().add_comm(|id| {
-            let hbm = tenant.hbm(core).map_err(|e| e.to_string())?;
             let cpus = std::thread::available_parallelism().map_or(1, |c| c.get());
             let (policy, share) = (WaitPolicy::of(tenant.wait, n, cpus), tenant.share.clone());
-            let endpoint = Endpoint::new(r, n, hbm, policy, share).map_err(|e| e.to_string())?;
-            Ok(CommCore::new(id, endpoint, abort, tenant.clone()))
+            let endpoint = match &client {
+                None => {
+                    let hbm = tenant.hbm(core).map_err(|e| e.to_string())?;
+                    Endpoint::new(r, n, hbm, policy, share)
+                }
+                Some(c) => Control::create_for(r as u32, n as u32, c.owner)
+                    .map(|control| Endpoint::of(control, c.hbm.clone(), policy, share)),
+            };
+            Ok(CommCore::new(id, endpoint.map_err(|e| e.to_string())?, abort, tenant.clone(), client))
         });
         match made {
             Ok(core) => Ok(self.add(CommunicatorObject(core))),
@@ -169,13 +176,17 @@ impl links::Host for HostState {
             Ok(p) => p,
             Err(s) => return Ok(Err(s)),
         };
-        if !comm.endpoint.linked(peer) {
+        if !comm.linked(peer) {
             let deadline = self.deadline(deadline_ms);
             use hw_bridge::links::LinkError;
-            let linked = hw_bridge::links::connect(&ipc, self.tenant.id, Some(self.abort.event()), deadline)
-                .and_then(|m| Peer::new(m, peer, comm.nranks).map_err(LinkError::Segment));
+            let granted = hw_bridge::links::request(&ipc, self.tenant.id, Some(self.abort.event()), deadline);
+            let linked = granted.and_then(|g| match comm.is_clients() {
+                true if g.rank as usize != peer => Err(LinkError::Malformed("it is of another rank")),
+                true => Ok(comm.pass(g)),
+                false => Peer::new(g.map()?, peer, comm.nranks).map(|p| comm.endpoint.link(p)).map_err(Into::into),
+            });
             match linked {
-                Ok(p) => comm.endpoint.link(p),
+                Ok(()) => {}
                 Err(e) => {
                     // A peer that is gone is the same kind of failure whether a socket or a link tells.
                     let (status, why) = match e {

@@ -3,11 +3,14 @@
 //! A guest's handle is an index into its own instance's table; the engine checks its kind, and a handle of another
 //! instance does not exist there. What must survive the guest is behind an `Arc` here.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use hw_bridge::device::{HostMem, IncrementRegister};
-use hw_bridge::links::{Grant, IPC_BYTES};
+use hw_bridge::hbm::Hbm;
+use hw_bridge::links::{Grant, Granted, IPC_BYTES};
+use hw_bridge::peers::Owner;
 use hw_bridge::proxy::Proxy;
 use hw_bridge::sequencer::Endpoint;
 
@@ -82,6 +85,24 @@ pub enum Parked {
     Connection(ConnectionObject),
 }
 
+/// The process that a service makes a communicator for.
+#[derive(Debug, Clone)]
+pub(crate) struct Client {
+    pub owner: Owner,
+    pub pidfd: Arc<OwnedFd>,
+    /// Device memory of the core it has leased.
+    pub hbm: Arc<Hbm>,
+}
+
+/// Links of a client's communicator.
+#[derive(Debug, Default)]
+struct Passed {
+    /// Ranks that were linked.
+    ranks: HashSet<usize>,
+    /// Those that the client does not have yet.
+    waiting: Vec<Granted>,
+}
+
 /// What of a communicator lives on the host: everything that must survive its plugin.
 #[derive(Debug)]
 pub struct CommCore {
@@ -103,10 +124,19 @@ pub struct CommCore {
     pub parked: Mutex<HashMap<u32, Parked>>,
     tenant: Arc<Tenant>,
     grants: Mutex<HashMap<usize, [u8; IPC_BYTES]>>,
+    client: Option<Client>,
+    passed: Mutex<Passed>,
 }
 
 impl CommCore {
-    pub(crate) fn new(id: u64, endpoint: Endpoint, abort: AbortToken, tenant: Arc<Tenant>) -> Arc<CommCore> {
+    /// `client` is whose it is, if another process's.
+    pub(crate) fn new(
+        id: u64,
+        endpoint: Endpoint,
+        abort: AbortToken,
+        tenant: Arc<Tenant>,
+        client: Option<Client>,
+    ) -> Arc<CommCore> {
         abort.attach(endpoint.abort_handle());
         endpoint.control().set_comm(id);
         Arc::new(CommCore {
@@ -120,7 +150,32 @@ impl CommCore {
             parked: Mutex::default(),
             tenant,
             grants: Mutex::default(),
+            client,
+            passed: Mutex::default(),
         })
+    }
+
+    /// Whether a peer is linked.
+    pub(crate) fn linked(&self, peer: usize) -> bool {
+        self.endpoint.linked(peer) || lock(&self.passed).ranks.contains(&peer)
+    }
+
+    /// Whether its data plane is in another process, which is given the links.
+    pub(crate) fn is_clients(&self) -> bool {
+        self.client.is_some()
+    }
+
+    /// Keeps a link for the client.
+    pub(crate) fn pass(&self, link: Granted) {
+        let mut passed = lock(&self.passed);
+        if passed.ranks.insert(link.rank as usize) {
+            passed.waiting.push(link);
+        }
+    }
+
+    /// Links that the client does not have yet.
+    pub(crate) fn take_links(&self) -> Vec<Granted> {
+        std::mem::take(&mut lock(&self.passed).waiting)
     }
 
     /// The tenant it belongs to.
@@ -135,7 +190,8 @@ impl CommCore {
             return Ok(*ipc);
         }
         let (control, hbm) = (self.endpoint.control().segment().clone(), self.endpoint.hbm().segment().clone());
-        let grant = Grant { rank: self.rank as u32, tenant: self.tenant.id, control, hbm };
+        let client = self.client.as_ref().map(|c| c.pidfd.clone());
+        let grant = Grant { rank: self.rank as u32, tenant: self.tenant.id, control, hbm, client };
         let ipc = self.tenant.links.grant(grant).map_err(|e| e.to_string())?;
         grants.insert(peer, ipc);
         Ok(ipc)
@@ -144,6 +200,7 @@ impl CommCore {
 
 impl Drop for CommCore {
     fn drop(&mut self) {
+        self.tenant.counters.moved(self.endpoint.control().counters());
         for ipc in lock(&self.grants).values() {
             self.tenant.links.revoke(ipc);
         }

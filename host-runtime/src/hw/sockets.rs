@@ -649,12 +649,12 @@ fn interfaces() -> Vec<Netif> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
     use std::sync::Arc;
 
     use crate::abort::AbortToken;
     use crate::bindings::neuron::hw::objects::HostCommunicator;
     use crate::limits::Limits;
+    use crate::nrt::RuntimeConfig;
     use crate::tenant::Tenant;
     use hw_bridge::device::{DeviceConfig, DeviceModel};
 
@@ -662,7 +662,7 @@ mod tests {
     fn instance(sockets: usize) -> (HostState, Resource<CommunicatorObject>) {
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
         let limits = Limits { sockets, ..Limits::default() };
-        let tenant = Tenant::new("t".into(), 0, limits, Default::default(), device, BTreeMap::new(), 1 << 24).unwrap();
+        let tenant = Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, device).unwrap();
         let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
         let comm = s.create(0, 2).unwrap().unwrap();
         (s, comm)

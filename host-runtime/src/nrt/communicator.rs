@@ -6,23 +6,20 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::flight::{self, Counters};
 use hw_bridge::limits::LANES;
-use wasmtime::component::Resource;
 
 use super::collectives::Engine;
+use super::control::{Answer, Ask, Here, Joined, Joining, Patience, Place};
 use super::groups::Groups;
 use super::plane::Plane;
 use super::runtime::Runtime;
 use super::streams::Stream;
 use super::tensor::Tensor;
 use crate::abort::AbortToken;
-use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, EncPattern, HistogramConfig, NeuronDeviceInfo};
-use crate::bindings::neuron::nrt::types::NecPodType;
+use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
 use crate::enc::table::Policy;
 use crate::error::Error;
-use crate::forward::COLLECTIVES;
-use crate::hw::objects::{CommCore, CommunicatorObject};
-use crate::limits::{ID_BYTES, byte_list};
-use crate::plugin::Instance;
+use crate::hw::objects::CommCore;
+use crate::limits::ID_BYTES;
 
 /// How the ranks of a group find one another.
 #[derive(Debug, Clone)]
@@ -69,7 +66,7 @@ pub struct Communicator {
     plane: Arc<Plane>,
     pub(super) engine: Engine,
     /// Where this rank runs; its sub-groups run there too.
-    pub(super) device: NeuronDeviceInfo,
+    pub(super) place: Place,
     /// Communicators made of it.
     pub(super) groups: Groups,
 }
@@ -119,19 +116,12 @@ impl Communicator {
         Communicator::init_on(runtime, o, None)
     }
 
-    /// As a rank of a sub-group the communicator stays on `device`, where the rank is in the whole group.
-    pub(super) fn init_on(
-        runtime: &Runtime,
-        o: CommOptions,
-        device: Option<NeuronDeviceInfo>,
-    ) -> Result<Communicator, Error> {
+    /// As a rank of a sub-group the communicator stays at `on`, where the rank is in the whole group.
+    pub(super) fn init_on(runtime: &Runtime, o: CommOptions, on: Option<Place>) -> Result<Communicator, Error> {
         let (rank, n) = (o.rank, o.nranks);
-        let (Ok(rank32), Ok(n32)) = (i32::try_from(rank), i32::try_from(n)) else {
-            return Err(bad(format!("rank {rank} of {n} is too large")));
-        };
+        runtime.collectives("neuronInitComm")?;
         let inner = &runtime.0;
         let _inside = inner.doors.enter("neuronInitComm", inner.tenant.limits.entry)?;
-        let loaded = inner.forward.guarded("neuronInitComm")?;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
         hw_bridge::exhausted::room_for(descriptors(rank, n))
             .map_err(|why| Error::Limit(format!("rank {rank} of {n} cannot join: it {why}")))?;
@@ -140,40 +130,22 @@ impl Communicator {
             None => AbortToken::new()
                 .map_err(|source| Error::System { what: "making the abort event of a communicator".into(), source })?,
         };
-        // The library answers for a rank outside the world; the device only needs a place that exists.
-        let dev = match device {
-            Some(d) => d,
-            None => device_info(runtime, rank.min(n.saturating_sub(1)), n.max(1))?,
+        let joining = Joining { rendezvous: o.rendezvous, rank, nranks: n, on };
+        let Joined { control, core, info, place } = match &runtime.0.service {
+            Some(service) => service.join(runtime, &joining, &abort)?,
+            None => Here::join(runtime, &joining, &abort, None)?,
         };
-        inner.tenant.may_use_core(dev.nec_dev_id)?;
-        let instance = loaded.instantiate(&inner.tenant, &abort, Some(dev.nec_dev_id))?;
-        let forward = &inner.forward;
-        let made = match &o.rendezvous {
-            Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,
-            Rendezvous::Root(root) => {
-                forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?
-            }
-        };
-        let handle = made.rep();
-        let core = instance
-            .peek(|s| s.comm(&made))
-            .map_err(|e| Error::Bug(format!("the communicator that init answered is not in its table: {e}")))?;
-        if core.rank != rank || core.nranks != n {
-            let (r, m) = (core.rank, core.nranks);
-            return Err(bad(format!("the plugin made rank {r} of {m}, rank {rank} of {n} was asked for")));
-        }
-        let info = forward.get_comm_info(Some(&instance), Resource::new_borrow(handle), true)?;
         let lane =
             core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
-        let plane = Arc::new(Plane::new(runtime.clone(), core, dev.nec_dev_id, instance, handle, info));
+        let plane = Arc::new(Plane::new(runtime.clone(), core, place.core, control, info));
         inner.swaps.register(&plane);
         let mut made = Communicator {
             engine: Engine::new(plane.clone(), lane, o.timeout.unwrap_or(inner.config.timeout)),
             plane,
-            device: dev,
+            place,
             groups: Groups::default(),
         };
-        made.groups.prepare(&made, &o.rendezvous)?;
+        made.groups.prepare(&made, &joining.rendezvous)?;
         if o.graph {
             made.build_graph()?;
         }
@@ -189,12 +161,12 @@ impl Communicator {
         // No swap comes between what is built and what is taken over.
         let (doors, patience) = (&self.plane.runtime.0.doors, self.plane.runtime.0.tenant.limits.entry);
         let _inside = doors.enter("neuronBuildGraphComm", patience)?;
-        self.entry(|f, i, c| f.build_graph_comm(Some(i), c))?;
+        self.plane.ask(Ask::BuildGraph, Patience::Usual)?;
         let plan = self.plane.check_plan(self.query_info()?)?;
         self.plane.set_plan(plan);
         self.engine.refresh();
         if self.plane.linked_by_rings() {
-            self.plane.agree_on_direct()?;
+            self.plane.agree_on_direct(Patience::Usual)?;
         }
         self.plane.keep_checkpoint();
         Ok(())
@@ -233,7 +205,7 @@ impl Communicator {
 
     /// The logical core it runs on.
     pub fn logical_core(&self) -> i32 {
-        self.device.nec_dev_id
+        self.place.core
     }
 
     /// The switch that ends it from any thread.
@@ -310,7 +282,11 @@ impl Communicator {
     /// the last plan and without the bootstrap's connections, as often as the tenant's limits allow. The data plane goes on
     /// without it.
     pub fn control_stopped(&self) -> Option<String> {
-        self.plane.control().0.stopped()
+        match self.plane.ask(Ask::Stopped, Patience::Usual) {
+            Ok(Answer::Stopped(why)) => why,
+            Ok(other) => Some(other.unexpected("what stopped it").to_string()),
+            Err(e) => Some(e.to_string()),
+        }
     }
 
     /// The host object.
@@ -318,19 +294,15 @@ impl Communicator {
         &self.plane.core
     }
 
-    fn entry<T>(
-        &self,
-        f: impl FnOnce(&crate::forward::Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
-    ) -> Result<T, Error> {
-        self.plane.entry(f)
-    }
-
     /// Asks the library again what it planned (slot 5).
     ///
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn query_info(&self) -> Result<CommInfo, Error> {
-        self.entry(|f, i, c| f.get_comm_info(Some(i), c, true))
+        match self.plane.ask(Ask::Info, Patience::Usual)? {
+            Answer::Info(info) => Ok(*info),
+            other => Err(other.unexpected("what was planned")),
+        }
     }
 
     /// Device of a rank, from the peer records (slot 18).
@@ -338,7 +310,10 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`] for a rank outside the group, [`Error::Stopped`].
     pub fn peer_device_id(&self, peer: i32) -> Result<i32, Error> {
-        self.entry(|f, i, c| f.get_peer_device_id(Some(i), c, peer))
+        match self.plane.ask(Ask::PeerDevice { peer }, Patience::Usual)? {
+            Answer::Device(id) => Ok(id),
+            other => Err(other.unexpected("a device")),
+        }
     }
 
     /// Sends a control message over the bootstrap (slot 11), at most 65,520 bytes.
@@ -346,8 +321,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_send(&self, peer: i32, data: &[u8]) -> Result<(), Error> {
-        within("neuron-bootstrap-send", data.len() as u64)?;
-        self.entry(|f, i, c| f.bootstrap_send(Some(i), c, peer, data, "runtime"))
+        self.send(peer, data, Patience::Usual)
     }
 
     /// Receives a control message of exactly `bytes` (slot 12).
@@ -355,23 +329,28 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_recv(&self, peer: i32, bytes: u64) -> Result<Vec<u8>, Error> {
-        within("neuron-bootstrap-recv", bytes)?;
-        let got = self.entry(|f, i, c| f.bootstrap_recv(Some(i), c, peer, bytes, "runtime"))?;
-        exactly("neuronBootstrapRecv", got, bytes)
+        self.receive(peer, bytes, Patience::Usual)
     }
 
     /// As [`Communicator::bootstrap_send`], but no wait in it outlasts `until`.
     pub(super) fn bootstrap_send_until(&self, peer: i32, data: &[u8], until: Instant) -> Result<(), Error> {
-        within("neuron-bootstrap-send", data.len() as u64)?;
-        self.entry(|f, i, c| waiting_until(i, until, || f.bootstrap_send(Some(i), c, peer, data, "runtime")))
+        self.send(peer, data, Patience::Waits(until))
     }
 
     /// As [`Communicator::bootstrap_recv`], but no wait in it outlasts `until`.
     pub(super) fn bootstrap_recv_until(&self, peer: i32, bytes: u64, until: Instant) -> Result<Vec<u8>, Error> {
-        within("neuron-bootstrap-recv", bytes)?;
-        let got =
-            self.entry(|f, i, c| waiting_until(i, until, || f.bootstrap_recv(Some(i), c, peer, bytes, "runtime")))?;
-        exactly("neuronBootstrapRecv", got, bytes)
+        self.receive(peer, bytes, Patience::Waits(until))
+    }
+
+    fn send(&self, peer: i32, data: &[u8], patience: Patience) -> Result<(), Error> {
+        self.plane.ask(Ask::Send { peer, data: data.to_vec() }, patience).map(|_| ())
+    }
+
+    fn receive(&self, peer: i32, bytes: u64, patience: Patience) -> Result<Vec<u8>, Error> {
+        match self.plane.ask(Ask::Receive { peer, bytes }, patience)? {
+            Answer::Bytes(got) => exactly("neuronBootstrapRecv", got, bytes),
+            other => Err(other.unexpected("a message")),
+        }
     }
 
     /// Gathers one block of every rank over the bootstrap (slot 13).
@@ -379,8 +358,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn bootstrap_all_gather(&self, block: &[u8]) -> Result<Vec<u8>, Error> {
-        within("neuron-bootstrap-send", block.len() as u64)?;
-        let got = self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, block, "runtime"))?;
+        let got = self.plane.all_gather(block, Patience::Usual)?;
         exactly("neuronBootstrapAllGather", got, (block.len() * self.nranks()) as u64)
     }
 
@@ -389,7 +367,10 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`], [`Error::Stopped`].
     pub fn set_affinity(&self, mask: Option<&[u64]>, core: i32) -> Result<Vec<u64>, Error> {
-        self.entry(|f, i, c| f.set_affinity(Some(i), c, mask, core))
+        match self.plane.ask(Ask::Affinity { mask: mask.map(<[u64]>::to_vec), core }, Patience::Usual)? {
+            Answer::Mask(before) => Ok(before),
+            other => Err(other.unexpected("a mask")),
+        }
     }
 
     /// Whether a ring edge has a connector (slot 20).
@@ -397,11 +378,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Entry`] if there is none, [`Error::Stopped`].
     pub fn ring_connector(&self, channel: i32, is_send: bool) -> Result<(), Error> {
-        self.entry(|f, i, c| {
-            let connector = f.get_net_connector(Some(i), c, EncPattern::Ring, channel, is_send)?;
-            i.peek(|s| s.remove(connector));
-            Ok(())
-        })
+        self.plane.ask(Ask::RingConnector { channel, is_send }, Patience::Usual).map(|_| ())
     }
 
     /// One tick of the proxy through the component (slot 10): (idle, done), ANDed with what is passed.
@@ -415,7 +392,10 @@ impl Communicator {
         idle: bool,
         done: bool,
     ) -> Result<(bool, bool), Error> {
-        self.entry(|f, i, c| f.network_proxy_progress(Some(i), c, stream, block, idle, done))
+        match self.plane.ask(Ask::Progress { stream, block, idle, done }, Patience::Usual)? {
+            Answer::Progress { idle, done } => Ok((idle, done)),
+            other => Err(other.unexpected("progress")),
+        }
     }
 
     /// Connects every pair of ranks (slot 7); called once, by all ranks, before the first schedule that needs it.
@@ -445,70 +425,10 @@ fn descriptors(rank: usize, n: usize) -> u64 {
     OWN + 3 * n.saturating_sub(1) + if rank == 0 { n } else { 0 }
 }
 
-/// Checks a message against its entry's limit before it is lowered into the guest.
-fn within(function: &str, bytes: u64) -> Result<(), Error> {
-    let most = byte_list(COLLECTIVES, function).unwrap_or(0);
-    if bytes <= most {
-        return Ok(());
-    }
-    Err(bad(format!("{function}: a message has at most {most} bytes, {bytes} were asked for")))
-}
-
-/// Makes a call of an instance whose waits end at `until`, after which it may be made again.
-fn waiting_until<R>(instance: &Instance, until: Instant, call: impl FnOnce() -> R) -> R {
-    instance.peek(|s| s.waits_until = Some(until));
-    let answer = call();
-    instance.peek(|s| s.waits_until = None);
-    answer
-}
-
 /// Checks what a plugin answered: its words are an allegation.
 fn exactly(entry: &str, got: Vec<u8>, bytes: u64) -> Result<Vec<u8>, Error> {
     if got.len() as u64 == bytes {
         return Ok(got);
     }
     Err(bad(format!("{entry} of the plugin answered {} bytes, {bytes} were asked for", got.len())))
-}
-
-/// Where a rank runs, as the library is told (enc_neuron_device_info_t).
-fn device_info(runtime: &Runtime, rank: usize, n: usize) -> Result<NeuronDeviceInfo, Error> {
-    let config = runtime.config();
-    let device = &runtime.tenant().device;
-    let size = config.virtual_server_size as usize;
-    if size > 0 && !n.is_multiple_of(size) {
-        return Err(Error::Config(format!(
-            "NEURON_RT_DBG_VIRTUAL_SERVER_SIZE={size} does not divide the world size {n}"
-        )));
-    }
-    let cores = device.total_vnc_count() as usize;
-    // Whole servers hold consecutive blocks of ranks.
-    let per_server = if size > 0 { size } else { cores.min(n).max(1) };
-    let (server, local) = (rank / per_server, rank % per_server);
-    let here = per_server.min(n - server * per_server);
-    let place = device.place(local as u32, here as u32).map_err(|e| Error::Config(e.to_string()))?;
-    let pod = device.pod();
-    Ok(NeuronDeviceInfo {
-        nec_dev_id: place.logical_core as i32,
-        mla_idx: place.mla_idx,
-        tpb_idx: place.core as i32,
-        host_device_id: place.host_device_id,
-        routing_id: place.rid,
-        pod_id: pod.pod_id,
-        pod_type: match pod.pod_type {
-            hw_bridge::device::PodType::None => NecPodType::None,
-            hw_bridge::device::PodType::P2p => NecPodType::P2p,
-            hw_bridge::device::PodType::Switch => NecPodType::Switch,
-            _ => NecPodType::Invalid,
-        },
-        pod_node_id: pod.node_id,
-        virtual_server_id: if size > 0 { server as u32 } else { 0 },
-        histogram: HistogramConfig {
-            enable: false,
-            bucket_usecs: 0,
-            num_buckets: 0,
-            per_neff_warmup: 0,
-            warmup: 0,
-            output_path: String::new(),
-        },
-    })
 }

@@ -448,7 +448,7 @@ impl Communicator {
     fn join(&self, purpose: &Purpose<'_>, id: [u8; ID_BYTES], graph: bool) -> Result<Communicator, Error> {
         let (r, n) = (self.position(purpose.members)?, purpose.members.len());
         let options = CommOptions { graph, timeout: Some(self.timeout()), ..CommOptions::with_id(id, r, n) };
-        Communicator::init_on(self.runtime(), options, Some(self.device.clone())).map_err(|e| purpose.no_init(&e))
+        Communicator::init_on(self.runtime(), options, Some(self.place)).map_err(|e| purpose.no_init(&e))
     }
 
     fn position(&self, members: &[usize]) -> Result<usize, Error> {

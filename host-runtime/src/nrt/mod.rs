@@ -22,6 +22,7 @@
 
 mod collectives;
 mod communicator;
+pub(crate) mod control;
 mod dump;
 mod grouped;
 pub mod groups;

@@ -1,5 +1,5 @@
 //! The control plane of a communicator: the instance of the library that plans for this rank, shared by the communicator
-//! and its streams. An instance may be exchanged under them ([`crate::swap`]).
+//! and its streams, or by a client of the service. An instance may be exchanged under them ([`crate::swap`]).
 //!
 //! Dropped with its last user, communicator or stream: peers learn at once that the rank has left, then the library gets its
 //! free call.
@@ -10,17 +10,16 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
-use wasmtime::component::Resource;
 
 use super::communicator::bad;
+use super::control::{Answer, Ask, Control, Here, Patience};
 use super::dump;
 use super::runtime::Runtime;
-use crate::bindings::exports::neuron::nccom::collectives::{CommInfo, NetConnectivity};
+use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
 use crate::enc::table::Policy;
 use crate::error::Error;
-use crate::forward::Forward;
-use crate::hw::objects::{CommCore, CommunicatorObject};
-use crate::plugin::{Instance, bounded};
+use crate::hw::objects::CommCore;
+use crate::plugin::Instance;
 use crate::swap::Checkpoint;
 use crate::tenant::lock;
 
@@ -35,11 +34,11 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 pub(crate) struct Plane {
     pub(super) runtime: Runtime,
-    pub(super) core: Arc<CommCore>,
+    pub(crate) core: Arc<CommCore>,
     /// The core it runs on.
     logical_core: i32,
-    /// The instance, and its handle of the communicator.
-    control: RwLock<(Arc<Instance>, u32)>,
+    /// Who answers its control calls.
+    control: RwLock<Control>,
     /// What the plugin last said of its plan, for an instance in the place of one that stopped.
     checkpoint: Mutex<Option<Checkpoint>>,
     plan: RwLock<Arc<Plan>>,
@@ -53,19 +52,18 @@ pub(crate) struct Plane {
 
 impl Plane {
     /// `info` is what the library says of the communicator before its graph is built.
-    pub(super) fn new(
+    pub(crate) fn new(
         runtime: Runtime,
         core: Arc<CommCore>,
         logical_core: i32,
-        instance: Arc<Instance>,
-        handle: u32,
+        control: Control,
         info: CommInfo,
     ) -> Plane {
         Plane {
             runtime,
             core,
             logical_core,
-            control: RwLock::new((instance, handle)),
+            control: RwLock::new(control),
             checkpoint: Mutex::default(),
             plan: RwLock::new(Arc::new(Plan { info, rings: Arc::default() })),
             expanded: Mutex::new(false),
@@ -74,12 +72,19 @@ impl Plane {
         }
     }
 
-    pub(crate) fn control(&self) -> (Arc<Instance>, u32) {
+    fn who(&self) -> Control {
         self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
     }
 
-    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
-        *self.control.write().unwrap_or_else(|p| p.into_inner()) = (instance, handle);
+    /// The instance, and its handle of the communicator.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if it is in another process.
+    pub(crate) fn control(&self) -> Result<(Arc<Instance>, u32), Error> {
+        match self.who() {
+            Control::Here(here) => Ok((here.instance, here.handle)),
+            Control::Served(_) => Err(Error::Usage("the library of this communicator is the service's".into())),
+        }
     }
 
     pub(crate) fn core(&self) -> &Arc<CommCore> {
@@ -114,45 +119,61 @@ impl Plane {
         *self.plan.write().unwrap_or_else(|p| p.into_inner()) = Arc::new(plan);
     }
 
-    pub(super) fn entry<T>(
-        &self,
-        f: impl FnOnce(&Forward, &Instance, Resource<CommunicatorObject>) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
+        let here = Here { runtime: self.runtime.clone(), instance, handle };
+        *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control::Here(here);
+    }
+
+    /// Makes a control call.
+    pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         if hw_bridge::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
+        // Which is no call.
+        if let (Ask::Stopped, Control::Here(here)) = (&ask, self.who()) {
+            return here.ask(ask, patience);
+        }
         let _inside = self.runtime.0.doors.enter("an entry of the library", self.runtime.0.tenant.limits.entry)?;
-        let (instance, handle) = self.serving()?;
-        let answer = f(&self.runtime.0.forward, &instance, Resource::new_borrow(handle));
+        let answer = self.serving()?.ask(ask, patience);
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
         answer
     }
 
-    /// The instance to call. One that has stopped is replaced by a new one with the plan of the last checkpoint, as often as the
-    /// tenant's limits allow; without a checkpoint it stays, and answers what stopped it. Bootstrap connections ended with the
-    /// old one.
-    fn serving(&self) -> Result<(Arc<Instance>, u32), Error> {
-        let (instance, handle) = self.control();
+    /// Who is to be called. An instance that has stopped is replaced by a new one with the plan of the last checkpoint, as often
+    /// as the tenant's limits allow; without a checkpoint it stays, and answers what stopped it. Bootstrap connections ended with
+    /// the old one.
+    fn serving(&self) -> Result<Control, Error> {
+        let has_stopped = |who: &Control| matches!(who, Control::Here(here) if here.instance.stopped().is_some());
+        let who = self.who();
         // One that stops in its probation gives way to the plugin before.
-        if instance.stopped().is_none() || self.runtime.0.swaps.on_probation() {
-            return Ok((instance, handle));
+        if !has_stopped(&who) || self.runtime.0.swaps.on_probation() {
+            return Ok(who);
         }
         // One at a time: who waited finds the new one.
         let checkpoint = lock(&self.checkpoint);
-        let (instance, handle) = self.control();
-        let Some(checkpoint) = checkpoint.as_ref().filter(|_| instance.stopped().is_some()) else {
-            return Ok((instance, handle));
+        let who = self.who();
+        let (Some(checkpoint), Control::Here(here), true) = (&*checkpoint, &who, has_stopped(&who)) else {
+            return Ok(who);
         };
-        let made = checkpoint.restore(&instance, &self.core)?;
-        self.set_control(made.0.clone(), made.1);
-        Ok(made)
+        let (instance, handle) = checkpoint.restore(&here.instance, &self.core)?;
+        self.set_control(instance, handle);
+        Ok(self.who())
     }
 
-    /// Keeps the plan that the plugin has now, if it hands it out.
+    /// Keeps the plan that the plugin has now, if it hands it out. A service does so by itself.
     pub(crate) fn keep_checkpoint(&self) {
         let mut kept = lock(&self.checkpoint);
-        let (instance, handle) = self.control();
-        *kept = Checkpoint::take((&*instance, handle));
+        if let Control::Here(here) = self.who() {
+            *kept = Checkpoint::take((&*here.instance, here.handle));
+        }
+    }
+
+    /// Gathers one block of every rank over the bootstrap.
+    pub(super) fn all_gather(&self, block: &[u8], patience: Patience) -> Result<Vec<u8>, Error> {
+        match self.ask(Ask::AllGather { block: block.to_vec() }, patience)? {
+            Answer::Bytes(all) => Ok(all),
+            other => Err(other.unexpected("gathered blocks")),
+        }
     }
 
     /// Leaves the flight records of the first failure that broke the communicator where the user wants them.
@@ -189,8 +210,8 @@ impl Plane {
             endpoint.fail(&why);
             endpoint.usable()?;
         }
-        let connect = || self.entry(|f, i, c| f.expand_connectivity(Some(i), c, NetConnectivity::Mesh));
-        let connected = bounded(until, connect).and_then(|()| bounded(until, || self.agree_on_direct()));
+        let patience = Patience::operation(until);
+        let connected = self.ask(Ask::Expand, patience).and_then(|_| self.agree_on_direct(patience));
         connected.map_err(|e| match until {
             Some(until) if until <= Instant::now() => {
                 Error::Connecting { what, rank: self.core.rank, after: timeout, source: Box::new(e) }
@@ -204,7 +225,7 @@ impl Plane {
 
     /// Settles whether the ranks read one another's private memory: only if each can read all others and is allowed to. Every
     /// rank calls it, at the same point, when it is linked to all.
-    pub(super) fn agree_on_direct(&self) -> Result<(), Error> {
+    pub(super) fn agree_on_direct(&self, patience: Patience) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
         if n == 1 || self.direct.get().is_some() {
             return Ok(());
@@ -215,7 +236,7 @@ impl Plane {
             tracing::info!("private memory is staged in communicator {}: rank {rank} says: {why}", self.core.id);
         }
         let mine = [u8::from(can.is_ok())];
-        let all = self.entry(|f, i, c| f.bootstrap_all_gather(Some(i), c, &mine, "runtime"))?;
+        let all = self.all_gather(&mine, patience)?;
         // A plugin's answer is an allegation. Ranks that it gives different ones differ in their op headers.
         self.direct.get_or_init(|| all.len() == n && all.iter().all(|can| *can == 1));
         Ok(())
@@ -250,9 +271,9 @@ impl Drop for Plane {
             return;
         }
         self.core.endpoint.close();
-        if self.control().0.stopped().is_none()
-            && let Err(e) = self.entry(|f, i, c| f.free_comm(Some(i), c))
-        {
+        let doors = &self.runtime.0.doors;
+        let inside = doors.enter("neuronFreeComm", self.runtime.0.tenant.limits.entry);
+        if let Err(e) = inside.and_then(|_inside| self.who().free()) {
             tracing::debug!("freeing communicator {}: {e}", self.core.id);
         }
     }

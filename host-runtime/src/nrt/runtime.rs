@@ -19,6 +19,7 @@ use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
 use crate::net;
 use crate::policy::{Policy as TenantPolicy, Share};
+use crate::serve::client::Service;
 use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
 use crate::tenant::Tenant;
@@ -26,7 +27,7 @@ use crate::tenant::Tenant;
 /// How to open a runtime.
 #[derive(Debug, Clone)]
 pub struct RuntimeConfig {
-    /// The collectives plugin; `None` opens a runtime without collectives (INV-18).
+    /// The collectives plugin; `None` opens a runtime without collectives (INV-18). With a service it is the service's.
     pub plugin: Option<PathBuf>,
     /// The net plugin; `None` means no network between servers (INV-17).
     pub net_plugin: Option<PathBuf>,
@@ -47,6 +48,10 @@ pub struct RuntimeConfig {
     pub share: Share,
     /// Where it meets the others; without, the tenants of this process meet one another.
     pub market: Option<Arc<Market>>,
+    /// Socket of the service that owns the devices and the plugins; `None` has them in this process.
+    pub service: Option<PathBuf>,
+    /// Logical cores that the ranks of a server run on, in their order; empty for those of the device model.
+    pub cores: Vec<i32>,
     /// Device memory of a core, bytes of address space.
     pub hbm_bytes: u64,
     /// What a rank does with its core while it waits.
@@ -88,6 +93,8 @@ impl Default for RuntimeConfig {
             limits: Limits::default(),
             share: Share::default(),
             market: None,
+            service: None,
+            cores: Vec::new(),
             hbm_bytes: 12 << 30,
             wait: WaitMode::default(),
             flight_dir: None,
@@ -119,8 +126,9 @@ fn default_plugin() -> Option<PathBuf> {
 }
 
 impl RuntimeConfig {
-    /// The configuration that the process environment describes: `WCCL_POLICY`, `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_TIMEOUT_MS`,
-    /// `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, `WCCL_CONTROL`, the device variables, and the variables granted to plugins (docs/environment.md).
+    /// The configuration that the process environment describes: `WCCL_POLICY`, `WCCL_PLUGIN`, `WCCL_NET_PLUGIN`, `WCCL_SERVICE`,
+    /// `WCCL_TIMEOUT_MS`, `WCCL_ALGO`, `WCCL_ONE_HOP_MAX`, `WCCL_TUNE_FILE`, `WCCL_DIRECT`, `WCCL_CONTROL`, the device variables, and the
+    /// variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
     /// [`Error::Config`] names the variable and what was expected.
@@ -154,6 +162,7 @@ impl RuntimeConfig {
             c.plugin = Some(p.into());
         }
         c.net_plugin = var("WCCL_NET_PLUGIN").map(Into::into);
+        c.service = var("WCCL_SERVICE").map(Into::into);
         if let Some(ms) = number("WCCL_TIMEOUT_MS")? {
             if ms == 0 {
                 return Err(Error::Config("WCCL_TIMEOUT_MS=0: a number of milliseconds above 0 was expected".into()));
@@ -216,6 +225,8 @@ pub(crate) struct Inner {
     pub doors: Doors,
     pub swaps: Arc<Swaps>,
     control: OnceLock<Control>,
+    /// What has the plugins, if not this process.
+    pub service: Option<Service>,
 }
 
 impl Drop for Inner {
@@ -245,11 +256,16 @@ impl Runtime {
     /// (INV-06, INV-18). Raises this process's soft limit of file descriptors to the hard one.
     ///
     /// # Errors
-    /// [`Error::Config`] for a device that cannot be, [`Error::Limit`] for a process that is out of resources.
+    /// [`Error::Config`] for a device that cannot be, [`Error::Limit`] for a process that is out of resources,
+    /// [`Error::Service`] for a service that does not answer or does not serve this process.
     pub fn open(mut config: RuntimeConfig) -> Result<Runtime, Error> {
         // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
         hw_bridge::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
+        let service = config.service.as_deref().map(Service::open).transpose()?;
+        if let Some(s) = &service {
+            (config.tenant, config.tenant_id) = s.tenant();
+        }
         match &config.policy {
             Some(p) => {
                 (config.tenant, config.tenant_id) = (p.tenant.clone(), p.tenant_id());
@@ -260,6 +276,16 @@ impl Runtime {
         }
         let tenant = Tenant::new(&config, device)?;
         let forward = Forward::default();
+        if let Some(service) = service {
+            if let Some(sentinel) = service.sentinel() {
+                forward.failed_elsewhere(sentinel);
+            }
+            // The plugin is the service's.
+            let config = RuntimeConfig { plugin: None, net_plugin: None, ..config };
+            let (doors, swaps, control) = Default::default();
+            let service = Some(service);
+            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service, doors, swaps, control })));
+        }
         match &config.plugin {
             Some(path) => {
                 if let Err(e) = forward.load_once(&tenant, path, &config.without_callbacks) {
@@ -270,7 +296,7 @@ impl Runtime {
         }
         net::open(&tenant, config.net_plugin.as_deref());
         let (doors, swaps, control) = Default::default();
-        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, doors, swaps, control }));
+        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, control }));
         if runtime.0.config.control {
             // It was not set before.
             let _ = runtime.0.control.set(Control::start(&runtime)?);
@@ -281,6 +307,14 @@ impl Runtime {
     /// Bound of each wait on a socket of the bootstrap.
     pub(super) fn socket_timeout(&self) -> Duration {
         socket_timeout(&self.0.config)
+    }
+
+    /// Whether there are collectives, here or in the service.
+    pub(super) fn collectives(&self, entry: &'static str) -> Result<(), Error> {
+        if self.0.service.is_some() && self.0.forward.sentinel().is_none() {
+            return Ok(());
+        }
+        self.0.forward.guarded(entry).map(|_| ())
     }
 
     /// Why the collectives library did not load, if it did not.
@@ -311,7 +345,11 @@ impl Runtime {
     pub fn unique_id(&self, nranks: usize) -> Result<[u8; ID_BYTES], Error> {
         let n = i32::try_from(nranks).map_err(|_| Error::Usage(format!("a group of {nranks} ranks is too large")))?;
         let _inside = self.0.doors.enter("neuronGetUniqueId", self.0.tenant.limits.entry)?;
-        let id = self.0.forward.get_unique_id(None, n, "unique id")?;
+        self.collectives("neuronGetUniqueId")?;
+        let id = match &self.0.service {
+            Some(service) => service.unique_id(n)?,
+            None => self.0.forward.get_unique_id(None, n, "unique id")?,
+        };
         let len = id.len();
         id.try_into().map_err(|_| {
             Error::Usage(format!("the plugin answered an id of {len} bytes, {ID_BYTES} are required (INV-20)"))
@@ -331,8 +369,11 @@ impl Runtime {
         self.0.swaps.counts()
     }
 
-    /// Crossings between host and components so far.
+    /// Crossings between host and components so far; with a service, those of the tenant when it last answered.
     pub fn component_calls(&self) -> u64 {
-        self.0.tenant.counters.component_calls()
+        match &self.0.service {
+            Some(service) => service.component_calls(),
+            None => self.0.tenant.counters.component_calls(),
+        }
     }
 }

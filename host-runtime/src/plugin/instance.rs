@@ -121,6 +121,8 @@ impl Instance {
         let engine = super::engine::engine()?;
         let mut store = state.into_store(engine);
         store.data_mut().begin_call(None);
+        let span = store.data().span.clone();
+        let _logged = span.enter();
         let ticking = Ticking::start();
         let made = library.pre().instantiate(&mut store);
         drop(ticking);
@@ -254,6 +256,8 @@ impl Instance {
         if let Some(cause) = stopped {
             return Err(self.stop_error(entry, format!("it had already stopped: {cause}"), Vec::new()));
         }
+        let span = store.data().span.clone();
+        let _logged = span.enter();
         self.tenant.counters.entry();
         let fuel = self.tenant.limits.hostcall_bytes;
         store.data_mut().begin_call(until);

@@ -44,6 +44,8 @@ pub struct Library {
     /// The 37 entries, once the gate was passed. Indices are the component's own: they stand here so that an instance is
     /// only ever called through those of its library.
     slots: OnceLock<[ComponentExportIndex; 37]>,
+    /// What the probe answered, in words.
+    version: OnceLock<String>,
 }
 
 impl std::fmt::Debug for Library {
@@ -119,7 +121,19 @@ impl Library {
             component,
             pre,
             slots: OnceLock::new(),
+            version: OnceLock::new(),
         }))
+    }
+
+    /// Its version, once the probe was asked; empty before.
+    pub fn version(&self) -> &str {
+        self.version.get().map_or("", String::as_str)
+    }
+
+    /// Notes the version; the first time counts.
+    pub(crate) fn set_version(&self, numbers: [u64; 4]) {
+        let [major, minor, patch, maintenance] = numbers;
+        let _ = self.version.set(format!("{major}.{minor}.{patch}.{maintenance}"));
     }
 
     /// Imports by name, each with its functions.
@@ -223,6 +237,7 @@ mod tests {
             component,
             pre,
             slots: OnceLock::new(),
+            version: OnceLock::new(),
         });
         let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
         let tenant = Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, device).unwrap();

@@ -9,6 +9,7 @@ use wasmtime_wasi::WasiCtx;
 
 use crate::abort::AbortToken;
 use crate::bindings::neuron::nrt::types::NrtStatus;
+use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::limits::MAX_CAUSES;
 use crate::plugin::{Grant, Library};
@@ -30,6 +31,10 @@ pub struct HostState {
     pub(crate) abort: AbortToken,
     /// Logical core of the rank this instance serves; none for the library instance and tasks.
     pub(crate) core: Option<i32>,
+    /// The client process that this instance serves, in a service.
+    pub(crate) client: Option<Client>,
+    /// Everything that is logged on behalf of this instance stands in it.
+    pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
     pub(crate) sockets: usize,
     /// When the waits of the entry that is called next end at the latest, if its caller has said so.
@@ -67,14 +72,19 @@ impl HostState {
         core: Option<i32>,
     ) -> Self {
         let grant = library.as_ref().map_or_else(|| Arc::new(Grant::of(&tenant)), |l| l.grant.clone());
+        let (plugin, version) = library.as_ref().map_or(("", ""), |l| (l.name.as_str(), l.version()));
+        // Of the highest level, or a filter that shows warnings would not show whose they are.
+        let span = tracing::error_span!("plugin", tenant = %tenant.name, plugin, version, rank = tracing::field::Empty);
         HostState {
             table: handles(&tenant),
+            span,
             tenant,
             library,
             grant,
             wasi: None,
             abort,
             core,
+            client: None,
             published: Vec::new(),
             sockets: 0,
             waits_until: None,

@@ -95,7 +95,7 @@ impl Candidate {
                     (instance, handle.rep())
                 }
             };
-            let old = plane.control();
+            let old = plane.control().map_err(|e| e.to_string())?;
             self.moves.push(Move { plane, new, old, exported: false, plan: None });
         }
         Ok(self.moves.len())

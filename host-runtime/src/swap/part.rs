@@ -190,6 +190,10 @@ impl Part<'_> {
         for m in &candidate.moves {
             let (core, endpoint) = (m.plane.core(), &m.plane.core().endpoint);
             let (id, rank) = (core.id, core.rank);
+            // Its peers are clients of this service too, and go by the rings they have.
+            if core.is_clients() {
+                continue;
+            }
             if let Some((peer, pid)) = endpoint.peer_pids().find(|(_, pid)| !self.request.pids.contains(pid)) {
                 return Err(format!(
                     "rank {peer} of communicator {id} (pid {pid}) takes no part in the swap: it has no control socket \

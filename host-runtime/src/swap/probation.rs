@@ -47,7 +47,7 @@ pub(super) fn watch(runtime: Runtime, swap: u64, traps: u64) {
 /// What stopped an instance that serves, if anything did.
 fn stopped(runtime: &Runtime) -> Option<String> {
     let of = |p: &Arc<crate::nrt::plane::Plane>| {
-        let why = p.control().0.stopped()?;
+        let why = p.control().ok()?.0.stopped()?;
         Some(format!("the new plugin stopped for communicator {} of rank {}: {why}", p.core().id, p.core().rank))
     };
     runtime.0.swaps.planes().iter().find_map(of)

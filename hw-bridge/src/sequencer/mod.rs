@@ -96,9 +96,16 @@ impl Endpoint {
         share: Arc<Share>,
     ) -> Result<Endpoint, SegmentError> {
         crate::fork::mark_process();
-        let control = Arc::new(Control::create(rank as u32, nranks as u32)?);
+        Ok(Endpoint::of(Control::create(rank as u32, nranks as u32)?, hbm, policy, share))
+    }
+
+    /// The data plane over a control segment that this process has, or has made for another.
+    pub fn of(control: Control, hbm: Arc<Hbm>, policy: WaitPolicy, share: Arc<Share>) -> Endpoint {
+        let (rank, nranks) = control.who();
+        let (rank, nranks) = (rank as usize, nranks as usize);
+        let control = Arc::new(control);
         let abort = Abort::new(control.clone());
-        Ok(Endpoint {
+        Endpoint {
             rank,
             nranks,
             control,
@@ -112,7 +119,7 @@ impl Endpoint {
             plan: AtomicU32::new(0),
             taken: Default::default(),
             gates: Default::default(),
-        })
+        }
     }
 
     /// This rank.

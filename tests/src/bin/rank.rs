@@ -58,6 +58,8 @@ fn run() -> Result<()> {
             say("done");
             Ok(())
         }
+        "tally" => tally(&mut comm),
+        "outlive" => outlive(&mut comm),
         "shrink" => shrink(&mut comm),
         _ => bail!("unknown mode `{mode}`"),
     }
@@ -92,6 +94,58 @@ fn bootstrap(comm: &mut Communicator, runtime: &Runtime) -> Result<()> {
     }
     // Nobody leaves while others still exchange.
     let _ = comm.bootstrap_all_gather(&[0]);
+    Ok(())
+}
+
+/// Operations of all kinds of memory, with their results checked; then what they moved.
+fn tally(comm: &mut Communicator) -> Result<()> {
+    let (rank, n) = (comm.rank(), comm.nranks());
+    const COUNT: usize = 1 << 16;
+    let (t, all) = (comm.tensor(4 * COUNT as u64)?, comm.tensor((4 * COUNT * n) as u64)?);
+    let fill = |of: usize| -> Vec<u8> { (0..COUNT).flat_map(|i| ((i * 7 + of * 13) as u32).to_le_bytes()).collect() };
+    let sum: Vec<u8> =
+        (0..COUNT).flat_map(|i| (0..n).map(|r| (i * 7 + r * 13) as u32).sum::<u32>().to_le_bytes()).collect();
+    let everything: Vec<u8> = (0..n).flat_map(fill).collect();
+    for round in 0..20 {
+        t.write(0, &fill(rank))?;
+        comm.all_gather(Io::device(&t, &all), COUNT as u64, DataType::Uint32)?;
+        let mut got = vec![0; 4 * COUNT * n];
+        all.read(0, &mut got)?;
+        ensure!(got == everything, "all-gather differs in round {round}");
+        comm.all_reduce(Io::in_place(&t), COUNT as u64, DataType::Uint32, ReduceOp::Sum)?;
+        let mut got = vec![0; 4 * COUNT];
+        t.read(0, &mut got)?;
+        ensure!(got == sum, "all-reduce in device memory differs in round {round}");
+        let mut private = fill(rank);
+        comm.all_reduce(Io::HostInPlace(&mut private), COUNT as u64, DataType::Uint32, ReduceOp::Sum)?;
+        ensure!(private == sum, "all-reduce in private memory differs in round {round}");
+        comm.barrier()?;
+        if round == 0 {
+            say("warm");
+        }
+    }
+    let c = comm.counters();
+    say(&format!("{} operations, {} bytes copied, {} reduced, {} failures", c.ops, c.copied, c.reduced, c.failures));
+    std::thread::sleep(std::time::Duration::from_secs(60));
+    Ok(())
+}
+
+/// Runs until the file UNTIL is there, on all ranks; then says what operations and control calls come to.
+fn outlive(comm: &mut Communicator) -> Result<()> {
+    let until = std::env::var("UNTIL")?;
+    let mut seen = [0u8];
+    comm.barrier()?;
+    say("warm");
+    while seen[0] == 0 {
+        seen[0] = std::path::Path::new(&until).exists().into();
+        comm.all_reduce(Io::HostInPlace(&mut seen), 1, DataType::Uint8, ReduceOp::Max)?;
+    }
+    say("operations go on");
+    match comm.bootstrap_all_gather(&[0]) {
+        Ok(_) => say("control calls go on"),
+        Err(e) => say(&format!("control: {e}")),
+    }
+    comm.barrier()?;
     Ok(())
 }
 

@@ -1,0 +1,364 @@
+//! What tenants have used, as Prometheus reads it (text exposition format 0.0.4), and the little HTTP that hands it out.
+//!
+//! `GET /metrics` and nothing else; one request a connection, one connection at a time, each within a deadline.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+use crate::error::Error;
+use crate::limits::{HTTP_WAIT, MAX_HTTP_HEAD};
+use crate::nrt::Runtime;
+use crate::plugin::supervisor::Standing;
+
+/// What one tenant has used.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Its name.
+    pub tenant: String,
+    /// File of its library; empty if none loaded.
+    pub plugin: String,
+    /// The library's version.
+    pub version: String,
+    /// The values of [`FAMILIES`], in that order.
+    pub values: [u64; FAMILIES.len()],
+    /// Refusals by the policy's key.
+    pub refusals: BTreeMap<&'static str, u64>,
+    /// Swaps: committed, refused, rolled back.
+    pub swaps: [u64; 3],
+    /// Its plugins that ever stopped.
+    pub stopped: Vec<Standing>,
+}
+
+/// Name, type and meaning of what is reported.
+pub const FAMILIES: [(&str, &str, &str); 11] = [
+    ("wccl_component_calls_total", "counter", "Crossings between host and plugin, both ways"),
+    ("wccl_host_calls_total", "counter", "Of these, from a plugin to the host"),
+    ("wccl_entries_total", "counter", "Library entries called"),
+    ("wccl_traps_total", "counter", "Instances that trapped, ran out of time or over a limit"),
+    ("wccl_tasks_total", "counter", "Background tasks started"),
+    ("wccl_tasks", "gauge", "Background tasks alive"),
+    ("wccl_communicators", "gauge", "Communicators alive, one a rank"),
+    ("wccl_operations_total", "counter", "Operations that ranks completed"),
+    ("wccl_moved_bytes_total", "counter", "Bytes that ranks copied or read for reductions"),
+    ("wccl_waits_total", "counter", "Waits of ranks that did not find their condition at once"),
+    ("wccl_operation_failures_total", "counter", "Operations that failed"),
+];
+
+impl Usage {
+    /// Of a runtime now. Operations of a service's clients are as their memory says.
+    pub fn of(runtime: &Runtime) -> Usage {
+        let (tenant, loaded) = (runtime.tenant(), runtime.forward().loaded().ok());
+        let (counters, moved) = (&tenant.counters, tenant.moved());
+        Usage {
+            tenant: tenant.name.clone(),
+            plugin: loaded.as_ref().map_or_else(String::new, |l| l.library.name.clone()),
+            version: loaded.as_ref().map_or_else(String::new, |l| l.library.version().into()),
+            values: [
+                counters.component_calls(),
+                counters.host_calls(),
+                counters.entries(),
+                counters.traps(),
+                counters.tasks(),
+                tenant.tasks_alive() as u64,
+                tenant.communicators() as u64,
+                moved.ops,
+                moved.copied.wrapping_add(moved.reduced),
+                moved.waits,
+                moved.failures,
+            ],
+            refusals: counters.refusals(),
+            swaps: {
+                let s = runtime.swaps();
+                [s.committed, s.refused, s.rolled_back]
+            },
+            stopped: tenant.supervisor.standing(),
+        }
+    }
+}
+
+/// A label's value, escaped.
+fn label(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// The text of one answer.
+pub fn text(all: &[Usage]) -> String {
+    let mut out = String::new();
+    let mut family = |out: &mut String, name: &str, kind: &str, meaning: &str| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "# HELP {name} {meaning}.\n# TYPE {name} {kind}");
+    };
+    for (i, (name, kind, meaning)) in FAMILIES.iter().enumerate() {
+        family(&mut out, name, kind, meaning);
+        for u in all {
+            let (tenant, plugin, version) = (label(&u.tenant), label(&u.plugin), label(&u.version));
+            let value = u.values[i];
+            let _ = writeln!(out, "{name}{{tenant=\"{tenant}\",plugin=\"{plugin}\",version=\"{version}\"}} {value}");
+        }
+    }
+    family(&mut out, "wccl_refusals_total", "counter", "Requests of plugins that a limit refused, by the policy's key");
+    for u in all {
+        for (limit, value) in &u.refusals {
+            let _ = writeln!(out, "wccl_refusals_total{{tenant=\"{}\",limit=\"{limit}\"}} {value}", label(&u.tenant));
+        }
+    }
+    family(&mut out, "wccl_swaps_total", "counter", "Hot swaps, by outcome");
+    for u in all {
+        for (outcome, value) in ["committed", "refused", "rolled-back"].iter().zip(u.swaps) {
+            let _ = writeln!(out, "wccl_swaps_total{{tenant=\"{}\",outcome=\"{outcome}\"}} {value}", label(&u.tenant));
+        }
+    }
+    family(&mut out, "wccl_plugin_restarts_total", "counter", "Instances made in the place of one that had stopped");
+    for (u, p) in all.iter().flat_map(|u| u.stopped.iter().map(move |p| (u, p))) {
+        let (tenant, plugin, digest) = (label(&u.tenant), label(&p.name), &p.digest);
+        let labels = format!("tenant=\"{tenant}\",plugin=\"{plugin}\",digest=\"{digest}\"");
+        let _ = writeln!(out, "wccl_plugin_restarts_total{{{labels}}} {}", p.restarts);
+    }
+    family(&mut out, "wccl_plugin_quarantined", "gauge", "Whether no further instance of the plugin is made");
+    for (u, p) in all.iter().flat_map(|u| u.stopped.iter().map(move |p| (u, p))) {
+        let (tenant, plugin, digest) = (label(&u.tenant), label(&p.name), &p.digest);
+        let labels = format!("tenant=\"{tenant}\",plugin=\"{plugin}\",digest=\"{digest}\"");
+        let _ = writeln!(out, "wccl_plugin_quarantined{{{labels}}} {}", u8::from(p.quarantined));
+    }
+    out
+}
+
+/// The answer to what was read of a request so far; `None` wants more.
+fn answer(head: &[u8], body: impl FnOnce() -> String) -> Option<String> {
+    let say = |status: &str, text: &str| {
+        let kind = "text/plain; version=0.0.4; charset=utf-8";
+        let len = text.len();
+        format!("HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len}\r\nConnection: close\r\n\r\n{text}")
+    };
+    let mut headers = [httparse::EMPTY_HEADER; 64];
+    let mut request = httparse::Request::new(&mut headers);
+    Some(match request.parse(head) {
+        Ok(httparse::Status::Partial) if head.len() < MAX_HTTP_HEAD => return None,
+        Ok(httparse::Status::Partial) => say("431 Request Header Fields Too Large", "the request is too long\n"),
+        Err(e) => say("400 Bad Request", &format!("this is no HTTP request: {e}\n")),
+        Ok(_) => match (request.method, request.path.map(|p| p.split('?').next().unwrap_or(p))) {
+            (Some("GET"), Some("/metrics")) => say("200 OK", &body()),
+            (Some("GET"), _) => say("404 Not Found", "there is /metrics and nothing else\n"),
+            _ => say("405 Method Not Allowed", "only GET is answered\n"),
+        },
+    })
+}
+
+/// A visitor's connection: of either kind.
+trait Visit: Read + Write {
+    fn patience(&self, left: Duration) -> std::io::Result<()>;
+}
+
+impl Visit for TcpStream {
+    fn patience(&self, left: Duration) -> std::io::Result<()> {
+        self.set_nonblocking(false)?;
+        self.set_read_timeout(Some(left))?;
+        self.set_write_timeout(Some(left))
+    }
+}
+
+impl Visit for UnixStream {
+    fn patience(&self, left: Duration) -> std::io::Result<()> {
+        self.set_nonblocking(false)?;
+        self.set_read_timeout(Some(left))?;
+        self.set_write_timeout(Some(left))
+    }
+}
+
+fn visit(mut visitor: impl Visit, body: impl FnOnce() -> String) -> std::io::Result<()> {
+    let until = Instant::now() + HTTP_WAIT;
+    let left = || match until.saturating_duration_since(Instant::now()) {
+        Duration::ZERO => Err(std::io::Error::from(std::io::ErrorKind::TimedOut)),
+        left => Ok(left),
+    };
+    let mut head = Vec::new();
+    let mut body = Some(body);
+    loop {
+        let mut some = [0; 1024];
+        visitor.patience(left()?)?;
+        match visitor.read(&mut some)? {
+            0 => return Ok(()),
+            n => head.extend_from_slice(&some[..n]),
+        }
+        let text = answer(&head, || body.take().map_or_else(String::new, |b| b()));
+        if let Some(text) = text {
+            visitor.patience(left()?)?;
+            return visitor.write_all(text.as_bytes());
+        }
+    }
+}
+
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener),
+}
+
+/// Hands metrics out until it is dropped.
+#[derive(Debug)]
+pub struct MetricsServer {
+    stop: OwnedFd,
+    thread: Option<std::thread::JoinHandle<()>>,
+    address: Option<SocketAddr>,
+}
+
+impl MetricsServer {
+    /// Answers on a TCP address, whoever asks: keep it on the loopback interface or behind a firewall.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn tcp(address: SocketAddr, usage: impl Fn() -> Vec<Usage> + Send + 'static) -> Result<MetricsServer, Error> {
+        let io = |source| Error::System { what: format!("opening {address} for metrics"), source };
+        let listener = TcpListener::bind(address).map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        let bound = listener.local_addr().map_err(io)?;
+        MetricsServer::start(Listener::Tcp(listener), Some(bound), usage).map_err(io)
+    }
+
+    /// Answers on a unix socket at `path`, which must not exist yet; only this user can connect.
+    ///
+    /// # Errors
+    /// [`Error::System`].
+    pub fn unix(path: &Path, usage: impl Fn() -> Vec<Usage> + Send + 'static) -> Result<MetricsServer, Error> {
+        use std::os::unix::fs::PermissionsExt;
+        let io = |source| Error::System { what: format!("opening {} for metrics", path.display()), source };
+        let listener = UnixListener::bind(path).map_err(io)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        MetricsServer::start(Listener::Unix(listener), None, usage).map_err(io)
+    }
+
+    fn start(
+        listener: Listener,
+        address: Option<SocketAddr>,
+        usage: impl Fn() -> Vec<Usage> + Send + 'static,
+    ) -> std::io::Result<MetricsServer> {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
+        let ended = stop.try_clone()?;
+        let serve = move || {
+            let fd = match &listener {
+                Listener::Tcp(l) => l.as_fd(),
+                Listener::Unix(l) => l.as_fd(),
+            };
+            loop {
+                let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
+                match poll(&mut fds, None) {
+                    Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                    Err(e) => return tracing::error!("no more metrics are handed out: {e}"),
+                }
+                if !fds[1].revents().is_empty() {
+                    return;
+                }
+                let body = || text(&usage());
+                let visited = match &listener {
+                    Listener::Tcp(l) => l.accept().and_then(|(v, _)| visit(v, body)),
+                    Listener::Unix(l) => l.accept().and_then(|(v, _)| visit(v, body)),
+                };
+                match visited {
+                    Err(e) if e.kind() != std::io::ErrorKind::WouldBlock => {
+                        tracing::debug!("metrics were not handed out: {e}");
+                        // Out of descriptors, say: not at full speed.
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
+                    _ => {}
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("wccl-metrics".into()).spawn(serve)?;
+        Ok(MetricsServer { stop, thread: Some(thread), address })
+    }
+
+    /// Where it listens, if by TCP.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.address
+    }
+}
+
+impl Drop for MetricsServer {
+    fn drop(&mut self) {
+        // Our own event: the write cannot fail in a way that matters.
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            // One that panicked has reported by itself.
+            let _ = thread.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn usage(tenant: &str) -> Usage {
+        Usage {
+            tenant: tenant.into(),
+            plugin: "a\"b\\c\nd".into(),
+            version: "1.2.3.4".into(),
+            values: [7; FAMILIES.len()],
+            refusals: [("network.reach", 3)].into(),
+            swaps: [4, 5, 6],
+            stopped: vec![Standing {
+                digest: "d1".into(),
+                name: "p.wasm".into(),
+                restarts: 2,
+                quarantined: true,
+                last: String::new(),
+            }],
+        }
+    }
+
+    #[test]
+    fn each_family_has_its_words_once_and_a_line_a_tenant() {
+        let text = text(&[usage("red"), usage("blue")]);
+        for (name, kind, _) in FAMILIES {
+            assert_eq!(text.matches(&format!("# TYPE {name} {kind}\n")).count(), 1);
+            let line = format!("{name}{{tenant=\"red\",plugin=\"a\\\"b\\\\c\\nd\",version=\"1.2.3.4\"}} 7\n");
+            assert!(text.contains(&line), "{text}");
+        }
+        for line in [
+            "wccl_refusals_total{tenant=\"red\",limit=\"network.reach\"} 3\n",
+            "wccl_swaps_total{tenant=\"blue\",outcome=\"rolled-back\"} 6\n",
+            "wccl_plugin_restarts_total{tenant=\"red\",plugin=\"p.wasm\",digest=\"d1\"} 2\n",
+            "wccl_plugin_quarantined{tenant=\"red\",plugin=\"p.wasm\",digest=\"d1\"} 1\n",
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
+    }
+
+    #[test]
+    fn only_a_get_of_metrics_is_answered_with_them() {
+        let ask = |head: &str| answer(head.as_bytes(), || "body".into());
+        assert_eq!(ask("GET /metr"), None);
+        let ok = ask("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        assert!(
+            ok.starts_with("HTTP/1.1 200 OK\r\n") && ok.ends_with("Content-Length: 4\r\nConnection: close\r\n\r\nbody")
+        );
+        for (head, says) in
+            [("GET / HTTP/1.1\r\n\r\n", "404"), ("POST /metrics HTTP/1.1\r\n\r\n", "405"), ("\0\0\0\r\n\r\n", "400")]
+        {
+            assert!(ask(head).unwrap().starts_with(&format!("HTTP/1.1 {says}")), "{head}");
+        }
+        let long = format!("GET /metrics HTTP/1.1\r\nX: {}", "x".repeat(MAX_HTTP_HEAD));
+        assert!(ask(&long).unwrap().contains(" 431 "));
+    }
+
+    #[test]
+    fn a_visitor_gets_them_and_one_that_says_nothing_does_not_stay() {
+        let server = MetricsServer::tcp("127.0.0.1:0".parse().unwrap(), || vec![usage("red")]).unwrap();
+        let address = server.address().unwrap();
+        let _mute = TcpStream::connect(address).unwrap();
+        let mut s = TcpStream::connect(address).unwrap();
+        s.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        s.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let mut said = String::new();
+        s.read_to_string(&mut said).unwrap();
+        assert!(said.contains("wccl_operations_total{tenant=\"red\""), "{said}");
+    }
+}

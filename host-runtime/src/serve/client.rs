@@ -1,0 +1,291 @@
+//! The client's side: control calls go to the service, data moves in this process.
+//!
+//! When the service is gone, control calls say so; operations that need none go on, since the memory is mapped here.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use hw_bridge::foreign::Mark;
+use hw_bridge::links::Granted;
+use hw_bridge::peers::{Control as ControlSegment, Peer};
+use hw_bridge::segment::Segment;
+use hw_bridge::semaphore::{WaitPolicy, asymmetric};
+use hw_bridge::sequencer::Endpoint;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::wire::{Bound, Greeting, Hello, Join, Link, Meeting, Reply, Request, Said, Welcome};
+use crate::abort::AbortToken;
+use crate::error::Error;
+use crate::hw::objects::CommCore;
+use crate::limits::SERVICE_MESSAGE;
+use crate::message::{self, MessageError};
+use crate::nrt::control::{Answer, Ask, Control, Joined, Joining, Patience};
+use crate::nrt::{Rendezvous, Runtime};
+use crate::status::Status;
+use crate::tenant::lock;
+
+/// The service, as a runtime knows it.
+#[derive(Debug)]
+pub(crate) struct Service {
+    welcome: Welcome,
+    socket: PathBuf,
+    line: Mutex<Line>,
+    calls: Arc<AtomicU64>,
+}
+
+/// One connection.
+#[derive(Debug)]
+struct Line {
+    stream: UnixStream,
+    socket: PathBuf,
+    calls: Arc<AtomicU64>,
+    longest: Duration,
+    /// Why it serves no more.
+    lost: Option<String>,
+}
+
+/// The control plane of one communicator, in the service.
+#[derive(Debug)]
+pub(crate) struct Served {
+    line: Mutex<Line>,
+    core: Arc<CommCore>,
+}
+
+fn lost(socket: &Path, why: impl std::fmt::Display) -> Error {
+    let what = format!(
+        "the service at {} does not answer: {why}; operations that need no new connection go on, start it again for new \
+         communicators",
+        socket.display()
+    );
+    Error::Service { what, status: Status::CLOSED }
+}
+
+/// A full queue of connections is tried again; a blocking connect would wait for ever.
+fn dial(socket: &Path) -> Result<UnixStream, Error> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let no = |e: rustix::io::Errno| {
+        let hint = match e {
+            rustix::io::Errno::ACCESS => "; its policy does not name this user",
+            rustix::io::Errno::NOENT | rustix::io::Errno::CONNREFUSED => "; is `wccl serve` running?",
+            _ => "",
+        };
+        let what = format!("the service at {} cannot be reached: {e}{hint}", socket.display());
+        Error::Service { what, status: Status::CLOSED }
+    };
+    let until = Instant::now() + SERVICE_MESSAGE;
+    let address = SocketAddrUnix::new(socket).map_err(no)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(no)?;
+    loop {
+        match connect(&fd, &address) {
+            Ok(()) => return Ok(fd.into()),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) if Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(e) => return Err(no(e)),
+        }
+    }
+}
+
+impl Line {
+    fn open(socket: &Path, calls: Arc<AtomicU64>) -> Result<(Line, Welcome), Error> {
+        let stream = dial(socket)?;
+        let until = Instant::now() + SERVICE_MESSAGE;
+        let said = message::send(&stream, &Hello::mine(), &[], until);
+        // One that refuses may do so before it reads.
+        let greeting = message::receive::<Greeting>(&stream, until).map_err(|e| said.err().unwrap_or(e));
+        match greeting.map_err(|e| lost(socket, e))?.0 {
+            Greeting::Welcome(welcome) => {
+                let longest = Duration::from_millis(welcome.longest_ms);
+                Ok((Line { stream, socket: socket.into(), calls, longest, lost: None }, welcome))
+            }
+            Greeting::Refused { why } => {
+                let what = format!("the service at {} refuses this process: {why}", socket.display());
+                Err(Error::Service { what, status: Status::INVALID })
+            }
+        }
+    }
+
+    /// Sends a request and waits for what answers it; `links` takes those that come before. An abort travels on.
+    fn request(
+        &mut self,
+        request: &Request,
+        patience: Patience,
+        abort: Option<&AbortToken>,
+        mut links: impl FnMut(Granted) -> Result<(), Error>,
+    ) -> Result<(Reply, VecDeque<OwnedFd>), Error> {
+        if let Some(why) = &self.lost {
+            return Err(lost(&self.socket, why));
+        }
+        let now = Instant::now();
+        let until = match patience {
+            Patience::Usual => now + self.longest,
+            Patience::Waits(until) | Patience::Operation(until) => until.max(now).min(now + self.longest),
+        } + SERVICE_MESSAGE;
+        // Until it was answered in good order it is out of step.
+        self.lost = Some("a request was not answered".into());
+        let exchanged = (|| {
+            message::send(&self.stream, request, &[], now + SERVICE_MESSAGE)?;
+            let mut abort = abort;
+            loop {
+                if let Some(reason) = aborted(&self.stream, abort, until)? {
+                    abort = None;
+                    message::send(&self.stream, &Request::Abort { reason }, &[], Instant::now() + SERVICE_MESSAGE)?;
+                    continue;
+                }
+                let (said, fds) = message::receive::<Said>(&self.stream, until)?;
+                self.calls.store(said.calls, Ordering::Relaxed);
+                let mut fds = VecDeque::from(fds);
+                let Reply::Links(new) = said.reply else { return Ok(Ok((said.reply, fds))) };
+                for Link { rank, control, hbm } in new {
+                    let (Some(a), Some(b), Some(pidfd)) = (fds.pop_front(), fds.pop_front(), fds.pop_front()) else {
+                        return Err(MessageError::Malformed("a link without its descriptors".into()));
+                    };
+                    let granted = Granted { rank, control: (a, control), hbm: (b, hbm), pidfd };
+                    if let Err(e) = links(granted) {
+                        return Ok(Err(e));
+                    }
+                }
+            }
+        })();
+        match exchanged {
+            Ok(answer) => {
+                let (reply, fds) = answer?;
+                self.lost = None;
+                match reply {
+                    Reply::Failed { status, what } => Err(Error::Service { what, status: Status(status) }),
+                    reply => Ok((reply, fds)),
+                }
+            }
+            Err(e) => {
+                self.lost = Some(e.to_string());
+                Err(lost(&self.socket, e))
+            }
+        }
+    }
+}
+
+/// Waits until `stream` has something to read. Answers the reason of an abort that comes before.
+fn aborted(stream: &UnixStream, abort: Option<&AbortToken>, until: Instant) -> Result<Option<String>, MessageError> {
+    let begun = Instant::now();
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let mut fds = vec![PollFd::new(stream, PollFlags::IN)];
+        fds.extend(abort.map(|a| PollFd::from_borrowed_fd(a.event(), PollFlags::IN)));
+        match poll(&mut fds, Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(MessageError::System(e.into())),
+            Ok(_) if fds.get(1).is_some_and(|f| !f.revents().is_empty()) => return Ok(abort.map(AbortToken::reason)),
+            Ok(_) if !fds[0].revents().is_empty() => return Ok(None),
+            Ok(_) if left.is_zero() => return Err(MessageError::Late(begun.elapsed())),
+            Ok(_) => {}
+        }
+    }
+}
+
+fn unexpected(socket: &Path, what: &str) -> Error {
+    lost(socket, format!("it answered {what} with something else"))
+}
+
+impl Service {
+    /// Says hello to the service at `socket`.
+    pub(crate) fn open(socket: &Path) -> Result<Service, Error> {
+        let calls = Arc::<AtomicU64>::default();
+        let (line, welcome) = Line::open(socket, calls.clone())?;
+        Ok(Service { welcome, socket: socket.into(), line: Mutex::new(line), calls })
+    }
+
+    /// Name and number of the tenant that this process belongs to.
+    pub(crate) fn tenant(&self) -> (String, u64) {
+        (self.welcome.tenant.clone(), self.welcome.tenant_id)
+    }
+
+    /// Why its library did not load.
+    pub(crate) fn sentinel(&self) -> Option<String> {
+        self.welcome.sentinel.clone()
+    }
+
+    pub(crate) fn component_calls(&self) -> u64 {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn unique_id(&self, nranks: i32) -> Result<Vec<u8>, Error> {
+        let request = Request::UniqueId { nranks };
+        match lock(&self.line).request(&request, Patience::Usual, None, |_| Ok(()))?.0 {
+            Reply::UniqueId(id) => Ok(id),
+            _ => Err(unexpected(&self.socket, "a request for an id")),
+        }
+    }
+
+    /// Has the service join for this process, and takes over the memory it grants.
+    pub(crate) fn join(&self, runtime: &Runtime, j: &Joining, abort: &AbortToken) -> Result<Joined, Error> {
+        let (mut line, _) = Line::open(&self.socket, self.calls.clone())?;
+        let mark = Mark::new()
+            .map_err(|source| Error::System { what: "reading random bytes for a communicator".into(), source })?;
+        let at = match &j.rendezvous {
+            Rendezvous::Id(id) => Meeting::Id(id.to_vec()),
+            Rendezvous::Root(root) => Meeting::Root(root.clone()),
+        };
+        let (rank, nranks, on) = (j.rank, j.nranks, j.on);
+        let session = self.welcome.session;
+        let request =
+            Request::Join(Join { session, at, rank, nranks, on, asymmetric: asymmetric(), mark: mark.words() });
+        let mut links = Vec::new();
+        let (reply, mut fds) = line.request(&request, Patience::Usual, Some(abort), |l| {
+            links.push(l);
+            Ok(())
+        })?;
+        let (Reply::Joined { comm, place, control, hbm, info: Answer::Info(info) }, Some(a), Some(b)) =
+            (reply, fds.pop_front(), fds.pop_front())
+        else {
+            return Err(unexpected(&self.socket, "a request to join"));
+        };
+        let segment = |fd, len| Segment::adopt(fd, len).map_err(|e| lost(&self.socket, e));
+        let own = ControlSegment::adopt(segment(a, control)?, rank as u32, nranks as u32, mark)
+            .map_err(|e| lost(&self.socket, e))?;
+        let hbm = runtime.tenant().adopt_hbm(place.core, segment(b, hbm)?);
+        let cpus = std::thread::available_parallelism().map_or(1, |c| c.get());
+        hw_bridge::fork::mark_process();
+        let endpoint =
+            Endpoint::of(own, hbm, WaitPolicy::of(runtime.config().wait, nranks, cpus), runtime.tenant().share.clone());
+        let core = CommCore::new(comm, endpoint, abort.clone(), runtime.tenant().clone(), None);
+        links.into_iter().try_for_each(|l| link(&core, l))?;
+        let served = Arc::new(Served { line: Mutex::new(line), core: core.clone() });
+        Ok(Joined { control: Control::Served(served), core, info: *info, place })
+    }
+}
+
+/// Maps the memory of a linked peer.
+fn link(core: &CommCore, granted: Granted) -> Result<(), Error> {
+    let rank = granted.rank as usize;
+    let mapped = granted.map().and_then(|m| Peer::new(m, rank, core.nranks).map_err(Into::into));
+    let peer = mapped.map_err(|e| Error::Service {
+        what: format!("the memory of rank {rank}, which the service granted, cannot be used: {e}"),
+        status: Status::FAILURE,
+    })?;
+    core.endpoint.link(peer);
+    Ok(())
+}
+
+impl Served {
+    pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
+        let request = Request::Ask { ask, bound: Bound::of(patience) };
+        let mut line = lock(&self.line);
+        match line.request(&request, patience, Some(&self.core.abort), |l| link(&self.core, l))?.0 {
+            Reply::Answer(answer) => Ok(answer),
+            _ => Err(unexpected(&line.socket, "a control call")),
+        }
+    }
+
+    pub(crate) fn free(&self) -> Result<(), Error> {
+        // Closing the connection frees it too: a service that hangs does not hold this process up.
+        let soon = Patience::Waits(Instant::now());
+        lock(&self.line).request(&Request::Free, soon, None, |_| Ok(())).map(|_| ())
+    }
+}

@@ -1,0 +1,390 @@
+//! The service: one process of a machine that owns its devices and its plugins, and serves the processes of tenants.
+//!
+//! *Wasm plans, native moves*, across processes: the service runs the control plane of each client's communicators, in a store
+//! of its own for each; the client maps the memory it is granted and runs the data plane, as a rank that embeds the runtime
+//! does. No byte of an operation passes through the service.
+//!
+//! ```text
+//! policies/red.toml   ->  one tenant runtime  <-  sockets/red.sock   <- clients of tenant red
+//! policies/blue.toml  ->  one tenant runtime  <-  sockets/blue.sock  <- clients of tenant blue
+//! ```
+//!
+//! Who may connect is the kernel's word (`SO_PEERCRED`) against the policy's `service.uids`. What a client says is an
+//! allegation. A *client* here is a runtime: it leases cores, each for itself as long as one of its connections is open. A
+//! process that ends takes its connections, and with them its communicators and leases; its peers learn it from its pidfd,
+//! which came with the link.
+//!
+//! Threads: one a socket, two a connection. Stops: dropping the [`Server`]; clients' data planes go on.
+
+pub(crate) mod client;
+#[doc(hidden)]
+pub mod fuzzing;
+mod session;
+pub(crate) mod wire;
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hw_bridge::credentials::{self, Credentials, PeerPid};
+use hw_bridge::hbm::Hbm;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::fs::FlockOperation;
+use sha2::{Digest, Sha256};
+
+use crate::error::Error;
+use crate::message;
+use crate::nrt::{Runtime, RuntimeConfig};
+use crate::policy::Policy;
+use crate::tenant::lock;
+use wire::Greeting;
+
+/// How long a lease is waited for whose holder may just be leaving.
+const LEAVING: Duration = Duration::from_secs(2);
+
+/// How to serve.
+#[derive(Debug, Clone)]
+pub struct ServeConfig {
+    /// Directory of policies, `*.toml`, one a tenant.
+    pub policies: PathBuf,
+    /// Directory of sockets, `TENANT.sock`; made if absent.
+    pub sockets: PathBuf,
+    /// What is not in a policy: the modelled device, variables granted to plugins.
+    pub base: RuntimeConfig,
+    /// Who is behind a connection; another than [`identify`] in tests.
+    pub identify: fn(&UnixStream) -> std::io::Result<Credentials>,
+}
+
+/// Who is behind a connection, as the kernel says.
+///
+/// # Errors
+/// The kernel's.
+pub fn identify(stream: &UnixStream) -> std::io::Result<Credentials> {
+    credentials::of_peer(stream)
+}
+
+/// A running service. Dropping it ends it at once.
+#[derive(Debug)]
+pub struct Server {
+    tenants: Vec<Arc<Hosted>>,
+    doors: Vec<JoinHandle<()>>,
+    stop: Arc<OwnedFd>,
+    ending: Arc<AtomicBool>,
+    /// Held while it serves this directory.
+    _lock: File,
+}
+
+/// One tenant.
+#[derive(Debug)]
+struct Hosted {
+    policy: Policy,
+    runtime: Runtime,
+    socket: PathBuf,
+    cores: Arc<Cores>,
+    runtimes: Mutex<HashMap<u128, Weak<Lessee>>>,
+    connections: AtomicUsize,
+    ending: Arc<AtomicBool>,
+    stop: Arc<OwnedFd>,
+    identify: fn(&UnixStream) -> std::io::Result<Credentials>,
+}
+
+/// Who has which logical core, of all tenants.
+#[derive(Debug, Default)]
+struct Cores(Mutex<HashMap<i32, Weak<Lessee>>>);
+
+/// A client's runtime, as long as one of its connections is open.
+#[derive(Debug)]
+struct Lessee {
+    tenant: String,
+    pid: PeerPid,
+    pidfd: Arc<OwnedFd>,
+    memory: Mutex<HashMap<i32, Arc<Hbm>>>,
+}
+
+impl Cores {
+    /// Leases a core to a client, exclusively; answers its device memory, zeroed when it is leased first.
+    fn lease(&self, core: i32, to: &Arc<Lessee>, hbm_bytes: u64) -> Result<Arc<Hbm>, Error> {
+        let until = Instant::now() + LEAVING;
+        loop {
+            let mut all = lock(&self.0);
+            let holder = all.get(&core).and_then(Weak::upgrade).filter(|h| !Arc::ptr_eq(h, to));
+            let Some(holder) = holder else {
+                let mut memory = lock(&to.memory);
+                if let Some(hbm) = memory.get(&core) {
+                    return Ok(hbm.clone());
+                }
+                let hbm = Hbm::new(hbm_bytes)?;
+                memory.insert(core, hbm.clone());
+                all.insert(core, Arc::downgrade(to));
+                return Ok(hbm);
+            };
+            if Instant::now() >= until {
+                let (tenant, pid) = (&holder.tenant, holder.pid);
+                let what = format!(
+                    "logical core {core} is leased to another runtime (tenant {tenant}, pid {pid}), until it ends; a core \
+                     serves one at a time"
+                );
+                return Err(Error::Limit(what));
+            }
+            drop((all, holder));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Hosted {
+    /// Leases a core of the tenant.
+    fn lease(&self, core: i32, to: &Arc<Lessee>) -> Result<Arc<Hbm>, Error> {
+        let devices = &self.policy.devices;
+        if !devices.cores.contains(&core) {
+            let (tenant, cores) = (&self.policy.tenant, &devices.cores);
+            return Err(Error::Limit(format!("tenant {tenant} may use the logical cores {cores:?}, not {core}")));
+        }
+        if devices.hbm.0 == 0 {
+            let tenant = &self.policy.tenant;
+            return Err(Error::Limit(format!("tenant {tenant} is granted no device memory (devices.hbm)")));
+        }
+        self.cores.lease(core, to, devices.hbm.0)
+    }
+
+    /// Whether a process of this user is served.
+    fn admits(&self, uid: u32) -> Result<(), String> {
+        let uids = &self.policy.service.uids;
+        if uids.contains(&uid) || uids.is_empty() && uid == rustix::process::geteuid().as_raw() {
+            return Ok(());
+        }
+        Err(format!("user {uid} is not one of tenant {} (service.uids of its policy)", self.policy.tenant))
+    }
+
+    /// Opens the door: takes connections until the service stops.
+    fn serve(self: &Arc<Self>, listener: &UnixListener) {
+        let mut sessions: Vec<JoinHandle<()>> = Vec::new();
+        loop {
+            let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&*self.stop, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => {
+                    tracing::error!(tenant = %self.policy.tenant, "no more clients are served: {e}");
+                    break;
+                }
+            }
+            if !fds[1].revents().is_empty() {
+                break;
+            }
+            sessions.retain(|s| !s.is_finished());
+            match listener.accept() {
+                Ok((stream, _)) => sessions.extend(self.admit(stream)),
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+                // Out of descriptors and the like: whoever asked times out with its own message.
+                Err(e) => {
+                    tracing::warn!(tenant = %self.policy.tenant, "accepting a client failed: {e}");
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        }
+        for s in sessions {
+            // One that panicked has reported by itself.
+            let _ = s.join();
+        }
+    }
+
+    fn admit(self: &Arc<Self>, stream: UnixStream) -> Option<JoinHandle<()>> {
+        let most = self.policy.service.clients;
+        if self.connections.load(Ordering::Relaxed) >= most {
+            let tenant = &self.policy.tenant;
+            let why = format!("tenant {tenant} has {most} connections, as many as its policy allows (service.clients)");
+            tracing::warn!(%tenant, "a client was refused: {why}");
+            // It fits the socket's buffer; a client that left does not matter.
+            let _ = message::send(&stream, &Greeting::Refused { why }, &[], Instant::now());
+            return None;
+        }
+        let counted = Counted::of(self.clone());
+        let serve = move || session::serve(&counted.0, &stream);
+        let spawned = std::thread::Builder::new().name("wccl-session".into()).spawn(serve);
+        spawned
+            .inspect_err(|e| {
+                tracing::warn!(tenant = %self.policy.tenant, "a client was refused: no thread for it: {e}");
+            })
+            .ok()
+    }
+}
+
+/// A connection that counts until it is dropped.
+struct Counted(Arc<Hosted>);
+
+impl Counted {
+    fn of(hosted: Arc<Hosted>) -> Counted {
+        hosted.connections.fetch_add(1, Ordering::Relaxed);
+        Counted(hosted)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The configuration of a tenant's runtime.
+fn config_of(policy: &Policy, base: &RuntimeConfig) -> RuntimeConfig {
+    let digest = Sha256::digest(policy.tenant.as_bytes());
+    let mut id = [0; 8];
+    id.copy_from_slice(&digest[..8]);
+    RuntimeConfig {
+        // The first is served; the others may replace it.
+        plugin: policy.plugins.allowed.first().map(|a| policy.plugins.directory.join(&a.file.0)),
+        tenant: policy.tenant.clone(),
+        tenant_id: u64::from_le_bytes(id),
+        limits: policy.limits,
+        hbm_bytes: policy.devices.hbm.0,
+        cores: policy.devices.cores.iter().copied().collect(),
+        service: None,
+        ..base.clone()
+    }
+}
+
+/// All policies of a directory, by name of file.
+fn policies(dir: &Path) -> Result<Vec<Policy>, Error> {
+    let io = |source| Error::System { what: format!("reading the policies in {}", dir.display()), source };
+    let mut files = std::fs::read_dir(dir)
+        .and_then(|entries| entries.map(|e| Ok(e?.path())).collect::<std::io::Result<Vec<_>>>())
+        .map_err(io)?;
+    files.retain(|f| f.extension().is_some_and(|e| e == "toml"));
+    files.sort();
+    let mut all: Vec<Policy> = Vec::new();
+    for file in &files {
+        let policy = Policy::read(file).map_err(|e| Error::Config(e.to_string()))?;
+        if all.iter().any(|p| p.tenant == policy.tenant) {
+            let what = format!("{} is a second policy of tenant {}; keep one", file.display(), policy.tenant);
+            return Err(Error::Config(what));
+        }
+        all.push(policy);
+    }
+    if all.is_empty() {
+        return Err(Error::Config(format!("there is no policy (*.toml) in {}; a service has tenants", dir.display())));
+    }
+    Ok(all)
+}
+
+/// The directory of sockets, with the lock that says whose it is.
+fn claim(dir: &Path) -> Result<File, Error> {
+    let io = |what: &str, source| Error::System { what: format!("{what} {}", dir.display()), source };
+    match std::fs::DirBuilder::new().mode(0o711).create(dir) {
+        Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(io("making", e)),
+        _ => {}
+    }
+    let meta = std::fs::symlink_metadata(dir).map_err(|e| io("inspecting", e))?;
+    let me = rustix::process::geteuid().as_raw();
+    if !meta.is_dir() || meta.uid() != me || meta.mode() & 0o022 != 0 {
+        let what = format!(
+            "{} must be a directory of user {me} that nobody else can write: whoever can, could put another socket in the \
+             place of a tenant's",
+            dir.display()
+        );
+        return Err(Error::Config(what));
+    }
+    let file = File::options().create(true).truncate(false).write(true).open(dir.join("lock"));
+    let file = file.map_err(|e| io("opening the lock of", e))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Config(format!(
+            "another service serves {}; end it first, or give this one another directory",
+            dir.display()
+        ))),
+        Err(e) => Err(io("locking", e.into())),
+    }
+}
+
+/// The socket of a tenant. One that a killed service left is replaced: the lock is ours.
+fn bind(socket: &Path, policy: &Policy) -> std::io::Result<UnixListener> {
+    match std::fs::remove_file(socket) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    let listener = UnixListener::bind(socket)?;
+    listener.set_nonblocking(true)?;
+    // Others than this user are told apart by their credentials.
+    let mode = if policy.service.uids.is_empty() { 0o600 } else { 0o666 };
+    std::fs::set_permissions(socket, std::fs::Permissions::from_mode(mode))?;
+    Ok(listener)
+}
+
+impl Server {
+    /// Reads the policies, loads each tenant's plugin, opens the sockets.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for a policy that cannot be used, a directory that others can write or that another service serves;
+    /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
+    pub fn start(config: &ServeConfig) -> Result<Server, Error> {
+        let policies = policies(&config.policies)?;
+        let lock = claim(&config.sockets)?;
+        let io = |what: String| move |source: std::io::Error| Error::System { what, source };
+        let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| io("making the stop event".into())(e.into()))?;
+        let ending = Arc::default();
+        let mut server = Server { tenants: Vec::new(), doors: Vec::new(), stop: Arc::new(stop), ending, _lock: lock };
+        let cores = Arc::<Cores>::default();
+        for policy in policies {
+            let socket = config.sockets.join(format!("{}.sock", policy.tenant));
+            let runtime = Runtime::open(config_of(&policy, &config.base))?;
+            let hosted = Arc::new(Hosted {
+                runtime,
+                socket,
+                policy,
+                cores: cores.clone(),
+                runtimes: Mutex::default(),
+                connections: AtomicUsize::new(0),
+                ending: server.ending.clone(),
+                stop: server.stop.clone(),
+                identify: config.identify,
+            });
+            server.tenants.push(hosted);
+        }
+        // Opened when all tenants are there.
+        for hosted in &server.tenants {
+            let what = format!("opening {}", hosted.socket.display());
+            let listener = bind(&hosted.socket, &hosted.policy).map_err(io(what.clone()))?;
+            let hosted = hosted.clone();
+            let door = std::thread::Builder::new().name("wccl-door".into()).spawn(move || hosted.serve(&listener));
+            server.doors.push(door.map_err(io(what))?);
+        }
+        Ok(server)
+    }
+
+    /// Name, socket and runtime of each tenant.
+    pub fn tenants(&self) -> impl Iterator<Item = (&str, &Path, &Runtime)> {
+        self.tenants.iter().map(|h| (h.policy.tenant.as_str(), &*h.socket, &h.runtime))
+    }
+
+    /// Takes no new communicators from now on.
+    pub fn end(&self) {
+        self.ending.store(true, Ordering::Release);
+    }
+
+    /// Tenants that have communicators, and how many.
+    pub fn working(&self) -> Vec<(String, usize)> {
+        let all = self.tenants().map(|(name, _, runtime)| (name.to_string(), runtime.tenant().communicators()));
+        all.filter(|(_, n)| *n > 0).collect()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Our own event: the write cannot fail in a way that matters.
+        let _ = rustix::io::write(self.stop.as_fd(), &1u64.to_ne_bytes());
+        for hosted in &self.tenants {
+            // Before the lock goes: the next service may already have put its own there after.
+            let _ = std::fs::remove_file(&hosted.socket);
+        }
+        for door in self.doors.drain(..) {
+            // One that panicked has reported by itself.
+            let _ = door.join();
+        }
+    }
+}

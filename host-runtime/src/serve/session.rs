@@ -1,0 +1,304 @@
+//! One connection of a client: of a runtime, or of one of its communicators.
+//!
+//! The thread of [`serve`] reads; another one works, so that an abort or the end of the client reaches a request that is
+//! under way. At the end, however it comes, the communicator is freed.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use hw_bridge::credentials;
+use hw_bridge::peers::Owner;
+use hw_bridge::segment::Segment;
+use rustix::event::{PollFd, PollFlags, poll};
+
+use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome};
+use super::{Hosted, Lessee};
+use crate::abort::AbortToken;
+use crate::error::Error;
+use crate::hw::objects::Client;
+use crate::limits::SERVICE_MESSAGE;
+use crate::message::{self, MessageError};
+use crate::nrt::Rendezvous;
+use crate::nrt::control::{Answer, Ask, Here, Joined, Joining, Place};
+use crate::nrt::plane::Plane;
+use crate::status::Status;
+use crate::tenant::lock;
+
+/// Serves a connection to its end.
+pub(super) fn serve(hosted: &Arc<Hosted>, stream: &UnixStream) {
+    let tenant = &hosted.policy.tenant;
+    let (lessee, uid) = match greet(hosted, stream) {
+        Ok(known) => known,
+        Err(why) => {
+            tracing::warn!(%tenant, "a client was refused: {why}");
+            return;
+        }
+    };
+    tracing::debug!(%tenant, pid = %lessee.pid, uid, "a client has connected");
+    let why = match AbortToken::new() {
+        Ok(abort) => converse(hosted, stream, lessee, &abort),
+        Err(e) => format!("its abort event could not be made: {e}"),
+    };
+    tracing::debug!(%tenant, "a client's connection has ended: {why}");
+}
+
+/// Checks who is there and which version it speaks. The sentence of a refusal goes to the client too.
+fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32), String> {
+    let until = Instant::now() + SERVICE_MESSAGE;
+    let checked = (|| {
+        let who = (hosted.identify)(stream).map_err(|e| format!("the kernel does not say who it is: {e}"))?;
+        hosted.admits(who.uid)?;
+        let (hello, _) = message::receive::<Hello>(stream, until).map_err(|e| e.to_string())?;
+        if hello.protocol != PROTOCOL {
+            let (theirs, mine) = (hello, Hello::mine());
+            return Err(format!(
+                "it speaks version {} of the protocol (release {}), this service version {} (release {}); use one release \
+                 for both",
+                theirs.protocol, theirs.release, mine.protocol, mine.release
+            ));
+        }
+        let pidfd = process_of(stream, &who).map_err(|e| format!("its process cannot be watched: {e}"))?;
+        let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
+        let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
+        let lessee = Arc::new(Lessee { tenant, pid: who.pid, pidfd, memory: Mutex::default() });
+        let mut runtimes = lock(&hosted.runtimes);
+        runtimes.retain(|_, l| l.strong_count() > 0);
+        runtimes.insert(session, Arc::downgrade(&lessee));
+        Ok((lessee, who.uid, session))
+    })();
+    let greeting = match &checked {
+        Err(why) => Greeting::Refused { why: why.clone() },
+        Ok((_, _, session)) => {
+            let tenant = hosted.runtime.tenant();
+            let longest = tenant.limits.wall + tenant.limits.entry + SERVICE_MESSAGE;
+            Greeting::Welcome(Welcome {
+                tenant: tenant.name.clone(),
+                tenant_id: tenant.id,
+                session: *session,
+                sentinel: hosted.runtime.load_error().map(|e| e.sentinel),
+                longest_ms: longest.as_millis() as u64,
+            })
+        }
+    };
+    let said = message::send(stream, &greeting, &[], until);
+    let (lessee, uid, _) = checked?;
+    said.map_err(|e| e.to_string())?;
+    Ok((lessee, uid))
+}
+
+/// What becomes readable when the client's process ends.
+fn process_of(stream: &UnixStream, who: &credentials::Credentials) -> std::io::Result<OwnedFd> {
+    use rustix::io::Errno;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let by_number = || {
+        let pid = who.pid.here().and_then(|p| Pid::from_raw(p.cast_signed())).ok_or(Errno::SRCH)?;
+        Ok(pidfd_open(pid, PidfdFlags::empty())?)
+    };
+    match credentials::pidfd_of_peer(stream) {
+        // Kernels before 6.5 know only numbers.
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::NOPROTOOPT) => by_number(),
+        opened => opened,
+    }
+}
+
+fn random() -> std::io::Result<u128> {
+    let mut bytes = [0; 16];
+    let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    // Up to 256 bytes come whole.
+    if got < bytes.len() { Err(std::io::ErrorKind::Interrupted.into()) } else { Ok(u128::from_le_bytes(bytes)) }
+}
+
+/// Reads until the client, its process or the service ends; answers why it ended.
+fn converse(hosted: &Arc<Hosted>, stream: &UnixStream, lessee: Arc<Lessee>, abort: &AbortToken) -> String {
+    let busy = AtomicBool::new(false);
+    let (orders, todo) = sync_channel(1);
+    std::thread::scope(|s| {
+        let pidfd = lessee.pidfd.clone();
+        let worker = Worker { hosted, stream, lessee, abort, joined: None };
+        let spawned =
+            std::thread::Builder::new().name("wccl-service".into()).spawn_scoped(s, || worker.run(todo, &busy));
+        if let Err(e) = spawned {
+            return format!("there is no thread for it: {e}");
+        }
+        let why = loop {
+            let ended = match next(stream, &pidfd, &hosted.stop) {
+                Ok(Request::Abort { reason }) => {
+                    abort.abort(&reason);
+                    continue;
+                }
+                Ok(request) => {
+                    if busy.swap(true, Ordering::AcqRel) {
+                        break "it made a request before the one before was answered".into();
+                    }
+                    match orders.try_send(request) {
+                        Ok(()) => continue,
+                        Err(TrySendError::Full(_)) => "it made a request before the one before was answered".into(),
+                        // The worker could not write to it.
+                        Err(TrySendError::Disconnected(_)) => "it does not read".to_string(),
+                    }
+                }
+                Err(why) => why,
+            };
+            break ended;
+        };
+        // Nobody waits for what is under way.
+        if busy.load(Ordering::Acquire) {
+            abort.abort(&why);
+        }
+        // Whoever writes to it meanwhile is not to wait.
+        let _ = stream.shutdown(std::net::Shutdown::Both);
+        drop(orders);
+        why
+    })
+}
+
+/// The next request; the error is why there is none.
+fn next(stream: &UnixStream, process: &OwnedFd, stop: &OwnedFd) -> Result<Request, String> {
+    loop {
+        let mut fds =
+            [stream.as_fd(), process.as_fd(), stop.as_fd()].map(|f| PollFd::from_borrowed_fd(f, PollFlags::IN));
+        match poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(e) => return Err(format!("waiting for it failed: {e}")),
+            Ok(_) if !fds[2].revents().is_empty() => return Err("the service has ended".into()),
+            Ok(_) if !fds[1].revents().is_empty() => return Err("the client's process has ended".into()),
+            Ok(_) => {}
+        }
+        return match message::receive::<Request>(stream, Instant::now() + SERVICE_MESSAGE) {
+            Ok((request, _)) => Ok(request),
+            Err(MessageError::Closed) => Err("the client has closed its connection".into()),
+            Err(e) => Err(e.to_string()),
+        };
+    }
+}
+
+struct Worker<'a> {
+    hosted: &'a Arc<Hosted>,
+    stream: &'a UnixStream,
+    lessee: Arc<Lessee>,
+    abort: &'a AbortToken,
+    joined: Option<Arc<Plane>>,
+}
+
+impl Worker<'_> {
+    fn run(mut self, todo: Receiver<Request>, busy: &AtomicBool) {
+        for request in todo {
+            let answer = self.answer(request);
+            busy.store(false, Ordering::Release);
+            let reply = answer.unwrap_or_else(|e| Reply::Failed { status: e.status().0, what: e.to_string() });
+            // Links that were made before a request failed are made.
+            if let Err(e) = self.links().and_then(|()| self.say(reply)) {
+                tracing::debug!(tenant = %self.hosted.policy.tenant, "a client was not answered: {e}");
+                break;
+            }
+        }
+        // Whoever reads learns that nobody works any more.
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+
+    fn say(&self, reply: Reply) -> Result<(), MessageError> {
+        let granted = match (&reply, &self.joined) {
+            (Reply::Joined { .. }, Some(plane)) => {
+                let e = &plane.core.endpoint;
+                [e.control().segment(), e.hbm().segment()].into_iter().filter_map(|s| s.fd()).collect()
+            }
+            _ => Vec::new(),
+        };
+        self.send(reply, &granted)
+    }
+
+    fn send(&self, reply: Reply, fds: &[BorrowedFd<'_>]) -> Result<(), MessageError> {
+        let calls = self.hosted.runtime.component_calls();
+        message::send(self.stream, &Said { calls, reply }, fds, Instant::now() + SERVICE_MESSAGE)
+    }
+
+    /// Passes new links on.
+    fn links(&self) -> Result<(), MessageError> {
+        let Some(plane) = &self.joined else { return Ok(()) };
+        for some in plane.core.take_links().chunks(LINKS_AT_ONCE) {
+            let links = some.iter().map(|g| Link { rank: g.rank, control: g.control.1, hbm: g.hbm.1 }).collect();
+            let fds: Vec<_> = some.iter().flat_map(|g| [&g.control.0, &g.hbm.0, &g.pidfd]).map(AsFd::as_fd).collect();
+            self.send(Reply::Links(links), &fds)?;
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, request: Request) -> Result<Reply, Error> {
+        let runtime = &self.hosted.runtime;
+        let new_work = matches!(request, Request::UniqueId { .. } | Request::Join(_));
+        if new_work && self.hosted.ending.load(Ordering::Acquire) {
+            let what = "the service is ending: it makes no new communicators".into();
+            return Err(Error::Service { what, status: Status::CLOSED });
+        }
+        match request {
+            Request::UniqueId { nranks } => {
+                let n = usize::try_from(nranks)
+                    .map_err(|_| Error::Usage(format!("a group of {nranks} ranks cannot be")))?;
+                Ok(Reply::UniqueId(runtime.unique_id(n)?.to_vec()))
+            }
+            Request::Join(join) => self.join(join),
+            Request::Ask { ask: Ask::Affinity { .. }, .. } => Err(Error::Usage(
+                "set_affinity binds the thread that the plugin runs on, which is the service's; bind this process's own \
+                 threads by the system's means (taskset, sched_setaffinity)"
+                    .into(),
+            )),
+            Request::Ask { ask, bound } => match &self.joined {
+                Some(plane) => {
+                    let plans = matches!(ask, Ask::BuildGraph | Ask::Expand);
+                    let answer = plane.ask(ask, bound.patience())?;
+                    if plans {
+                        plane.keep_checkpoint();
+                    }
+                    Ok(Reply::Answer(answer))
+                }
+                None => Err(Error::Usage("this connection has joined no communicator".into())),
+            },
+            Request::Free => {
+                // Its end has the library free it.
+                self.joined = None;
+                Ok(Reply::Answer(Answer::Done))
+            }
+            Request::Abort { .. } => Err(Error::Bug("an abort came to the worker".into())),
+        }
+    }
+
+    fn join(&mut self, j: Join) -> Result<Reply, Error> {
+        let runtime = &self.hosted.runtime;
+        if self.joined.is_some() {
+            return Err(Error::Usage("this connection has joined a communicator already".into()));
+        }
+        let found = lock(&self.hosted.runtimes).get(&j.session).and_then(std::sync::Weak::upgrade);
+        // Its runtime's connection is another one, of the same process.
+        let lessee = found.filter(|l| l.pid == self.lessee.pid).ok_or_else(|| {
+            Error::Usage("this connection names no runtime of its process that has a connection".into())
+        })?;
+        let rendezvous = match j.at {
+            Meeting::Root(root) => Rendezvous::Root(root),
+            Meeting::Id(id) => {
+                Rendezvous::Id(id.try_into().map_err(|_| Error::Usage("an id has another length".into()))?)
+            }
+        };
+        let (rank, nranks) = (j.rank, j.nranks);
+        let place = match j.on {
+            Some(place) => place,
+            None => Place::of(runtime, rank.min(nranks.saturating_sub(1)), nranks.max(1))?,
+        };
+        let hbm = self.hosted.lease(place.core, &lessee)?;
+        let owner = Owner { pid: lessee.pid.here().unwrap_or(0), asymmetric: j.asymmetric, mark: j.mark };
+        let client = Client { owner, pidfd: lessee.pidfd.clone(), hbm };
+        self.lessee = lessee;
+        let joining = Joining { rendezvous, rank, nranks, on: Some(place) };
+        let Joined { control, core, info, place } = Here::join(runtime, &joining, self.abort, Some(client))?;
+        let comm = core.id;
+        let bytes = |s: &Segment| s.len() as u64;
+        let (block, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));
+        let plane = Arc::new(Plane::new(runtime.clone(), core, place.core, control, info.clone()));
+        runtime.0.swaps.register(&plane);
+        self.joined = Some(plane);
+        Ok(Reply::Joined { comm, place, control: block, hbm, info: Answer::Info(Box::new(info)) })
+    }
+}

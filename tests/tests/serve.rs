@@ -1,0 +1,399 @@
+//! The service: tenants' processes that move data through memory it grants, and everything that may go wrong between them.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use common::ranks::{Rank, start};
+use common::{config, free_port, world};
+use host_runtime::abort::AbortToken;
+use host_runtime::metrics::Usage;
+use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
+use host_runtime::serve::{ServeConfig, Server, identify};
+use host_runtime::{DataType, ReduceOp};
+use hw_bridge::credentials::Credentials;
+
+/// Bound against hangs.
+const HANG: Duration = Duration::from_secs(30);
+
+/// Policies and sockets of one test, in a directory of its own.
+struct Place(PathBuf);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // A leftover in the temporary folder is harmless.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+impl Place {
+    /// `policies`: name, logical cores, further lines.
+    fn new(name: &str, policies: &[(&str, &[i32], &str)]) -> Place {
+        let dir = std::env::temp_dir().join(format!("wccl-serve-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir_all(dir.join("policies")).unwrap();
+        let plugin = config().plugin.unwrap();
+        let directory = plugin.parent().unwrap().canonicalize().unwrap();
+        for (tenant, cores, more) in policies {
+            let text = format!(
+                "tenant = \"{tenant}\"\n[plugins]\ndirectory = {directory:?}\nallow = [{{ file = \"nccom.wasm\" }}]\n\
+                 [devices]\ncores = {cores:?}\nhbm = \"256 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\n\
+                 reach = [\"127.0.0.1:*\"]\n{more}"
+            );
+            std::fs::write(dir.join("policies").join(format!("{tenant}.toml")), text).unwrap();
+        }
+        Place(dir)
+    }
+
+    fn config(&self) -> ServeConfig {
+        ServeConfig { policies: self.0.join("policies"), sockets: self.0.join("sockets"), base: config(), identify }
+    }
+
+    fn serve(&self) -> Server {
+        Server::start(&self.config()).unwrap()
+    }
+
+    fn socket(&self, tenant: &str) -> PathBuf {
+        self.0.join("sockets").join(format!("{tenant}.sock"))
+    }
+
+    /// Ranks of `tenant`, each a process.
+    fn ranks(&self, tenant: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
+        let socket = self.socket(tenant);
+        let vars: Vec<_> = vars.iter().copied().chain([("WCCL_SERVICE", socket.to_str().unwrap())]).collect();
+        start(mode, n, &vars)
+    }
+
+    /// A configuration of a client in this process.
+    fn client(&self, tenant: &str) -> RuntimeConfig {
+        RuntimeConfig { service: Some(self.socket(tenant)), ..config() }
+    }
+}
+
+fn calls(server: &Server, tenant: &str) -> u64 {
+    server.tenants().find(|t| t.0 == tenant).unwrap().2.component_calls()
+}
+
+/// Waits until no tenant has a communicator.
+fn idle(server: &Server) {
+    let begun = Instant::now();
+    while !server.working().is_empty() {
+        assert!(begun.elapsed() < HANG, "still in use: {:?}", server.working());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn refusal(socket: &Path, config: RuntimeConfig) -> String {
+    let e = Runtime::open(RuntimeConfig { service: Some(socket.into()), ..config });
+    e.map(|_| ()).unwrap_err().to_string()
+}
+
+/// Two tenants with two processes each: right results, the same bytes as without a service, no call of a component while
+/// data moves.
+#[test]
+fn processes_of_two_tenants_move_data_as_without_a_service() {
+    let place = Place::new("two", &[("red", &[0, 1], ""), ("blue", &[2, 3], "")]);
+    let server = place.serve();
+    let embedded = start("tally", 2, &[]);
+    let served = [place.ranks("red", "tally", 2, &[]), place.ranks("blue", "tally", 2, &[])];
+    for r in served.iter().chain([&embedded]).flatten() {
+        assert_eq!((r.line().as_str(), r.line().as_str()), ("ready", "warm"));
+    }
+    let before = [calls(&server, "red"), calls(&server, "blue")];
+    assert!(before.iter().all(|c| *c > 0), "the service plans: {before:?}");
+    let expected: Vec<String> = embedded.iter().map(Rank::line).collect();
+    assert!(expected[0].starts_with("80 operations, "), "{}", expected[0]);
+    for ranks in &served {
+        assert_eq!(ranks.iter().map(Rank::line).collect::<Vec<_>>(), expected);
+    }
+    assert_eq!([calls(&server, "red"), calls(&server, "blue")], before);
+    // Each rank has done 80 operations.
+    let runtimes: Vec<Usage> = server.tenants().map(|t| Usage::of(t.2)).collect();
+    let metrics = host_runtime::metrics::text(&runtimes);
+    let labels = format!("tenant=\"red\",plugin=\"nccom.wasm\",version=\"{}\"", runtimes[1].version);
+    assert!(runtimes[1].version.split('.').count() == 4, "{metrics}");
+    for line in [
+        format!("wccl_operations_total{{{labels}}} 160\n"),
+        format!("wccl_communicators{{{labels}}} 2\n"),
+        format!("wccl_component_calls_total{{{labels}}} {}\n", before[0]),
+        format!("wccl_traps_total{{{labels}}} 0\n"),
+    ] {
+        assert!(metrics.contains(&line), "{line}{metrics}");
+    }
+    assert_eq!(server.working(), [("blue".to_string(), 2), ("red".to_string(), 2)]);
+    drop(served);
+    idle(&server);
+}
+
+/// Whatever step a client is in when it is killed, the service frees what it had, and serves the next ones on the same cores.
+#[test]
+fn a_client_killed_at_any_step_leaves_nothing_behind() {
+    let place = Place::new("killed", &[("red", &[0, 1], "")]);
+    let server = place.serve();
+    for ms in [0, 5, 10, 20, 30, 40, 60, 80, 120, 200, 400] {
+        let mut ranks = place.ranks("red", "loop", 2, &[("WCCL_TIMEOUT_MS", "10000")]);
+        let working = ms == 400;
+        if working {
+            assert!(ranks.iter().all(|r| r.line() == "ready"));
+        }
+        std::thread::sleep(Duration::from_millis(ms));
+        ranks[1].kill();
+        let pid = ranks[1].child.id();
+        if working {
+            // In an operation: the other one learns it from the process, at once.
+            let said = ranks[0].rest().pop().unwrap();
+            assert!(said.contains("rank 1") && said.contains(&format!("pid {pid}")), "{said}");
+        }
+        drop(ranks);
+        idle(&server);
+    }
+    let ranks = place.ranks("red", "once", 2, &[]);
+    for r in &ranks {
+        assert_eq!(r.rest(), ["ready", "done"]);
+    }
+}
+
+/// Split, shrink and streams, whose control calls go through the service.
+#[test]
+fn groups_and_streams_work_in_a_served_process() {
+    let place = Place::new("groups", &[("red", &[0, 1, 2, 3], "")]);
+    let server = place.serve();
+    world(4, &place.client("red"), |mut comm| {
+        let rank = comm.rank();
+        let t = comm.tensor(4096).unwrap();
+        t.write(0, &(rank as u32).to_le_bytes().repeat(1024)).unwrap();
+        let first = |t: &host_runtime::nrt::Tensor| {
+            let mut b = [0; 4];
+            t.read(0, &mut b).unwrap();
+            u32::from_le_bytes(b)
+        };
+        let mut half = comm.split(Some(rank as u32 % 2), 0).unwrap().unwrap();
+        // A tensor of the whole serves in the part.
+        half.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+        assert_eq!(first(&t), if rank.is_multiple_of(2) { 2 } else { 4 });
+        let mut stream = comm.stream(0).unwrap();
+        stream.barrier().unwrap().wait().unwrap();
+        let mut private = vec![1u8; 100_000];
+        comm.all_reduce(Io::HostInPlace(&mut private), 100_000, DataType::Uint8, ReduceOp::Sum).unwrap();
+        assert!(private.iter().all(|v| *v == 4));
+        assert_eq!(comm.peer_device_id((rank as i32 + 1) % 4).unwrap(), (rank as i32 + 1) % 4);
+        comm.barrier().unwrap();
+        if rank < 3 {
+            let mut fewer = comm.shrink(&[3]).unwrap();
+            t.write(0, &1u32.to_le_bytes().repeat(1024)).unwrap();
+            fewer.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+            assert_eq!(first(&t), 3);
+        }
+        let e = comm.set_affinity(None, 0).unwrap_err().to_string();
+        assert!(e.contains("the service's"), "{e}");
+        assert_eq!(comm.control_stopped(), None);
+    });
+    idle(&server);
+}
+
+/// When the service is gone, operations go on, and control calls say what happened.
+#[test]
+fn data_planes_outlive_the_service() {
+    let place = Place::new("outlive", &[("red", &[0, 1], "")]);
+    let server = place.serve();
+    let until = place.0.join("gone");
+    let ranks = place.ranks("red", "outlive", 2, &[("UNTIL", until.to_str().unwrap())]);
+    for r in &ranks {
+        assert_eq!((r.line().as_str(), r.line().as_str()), ("ready", "warm"));
+    }
+    drop(server);
+    assert!(!place.socket("red").exists());
+    std::fs::write(until, "").unwrap();
+    for r in &ranks {
+        assert_eq!(r.line(), "operations go on");
+        let said = r.line();
+        assert!(said.contains("red.sock does not answer") && said.contains("operations that need no new"), "{said}");
+    }
+    assert!(refusal(&place.socket("red"), config()).contains("is `wccl serve` running?"));
+}
+
+/// A core is one runtime's at a time, of the tenant's, within its memory.
+#[test]
+fn leases_are_exclusive_and_within_the_policy() {
+    let place = Place::new("leases", &[("red", &[5], ""), ("blue", &[5, 6], "")]);
+    let server = place.serve();
+    let alone = |tenant: &str| {
+        let runtime = Runtime::open(place.client(tenant)).unwrap();
+        let id = runtime.unique_id(1).unwrap();
+        runtime.init_comm(CommOptions::with_id(id, 0, 1))
+    };
+    let comm = alone("red").unwrap();
+    assert_eq!(comm.logical_core(), 5);
+    let e = comm.tensor(1 << 30).unwrap_err().to_string();
+    assert!(e.contains("device memory is full") && e.contains("of 268435456 bytes"), "{e}");
+    let t = comm.tensor(100).unwrap();
+    t.write(0, &[7; 100]).unwrap();
+    for other in ["red", "blue"] {
+        let e = alone(other).unwrap_err().to_string();
+        assert!(e.contains("core 5 is leased to another runtime (tenant red, pid"), "{e}");
+    }
+    drop((t, comm));
+    // The next one finds it zeroed.
+    let next = alone("blue").unwrap();
+    let mut seen = [1; 100];
+    next.tensor(100).unwrap().read(0, &mut seen).unwrap();
+    assert_eq!(seen, [0; 100]);
+    drop(next);
+    let e = refusal_of_two(&place);
+    assert!(e.contains("tenant red has the logical cores [5], none for rank 1 of 2"), "{e}");
+    idle(&server);
+}
+
+/// What rank 1 of 2 gets that has no core.
+fn refusal_of_two(place: &Place) -> String {
+    let runtime = Runtime::open(place.client("red")).unwrap();
+    let id = runtime.unique_id(2).unwrap();
+    runtime.init_comm(CommOptions::with_id(id, 1, 2)).unwrap_err().to_string()
+}
+
+#[test]
+fn an_abort_reaches_a_request_that_is_under_way() {
+    let place = Place::new("abort", &[("red", &[0, 1], "")]);
+    let server = place.serve();
+    let runtime = Runtime::open(place.client("red")).unwrap();
+    let abort = AbortToken::new().unwrap();
+    let mut options = CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 2);
+    options.abort = Some(abort.clone());
+    let joining = std::thread::spawn(move || runtime.init_comm(options).unwrap_err().to_string());
+    // Rank 1 never comes; the bootstrap would wait for 15 s.
+    let begun = Instant::now();
+    while server.working().is_empty() && begun.elapsed() < Duration::from_secs(1) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    abort.abort("the user has changed his mind");
+    let begun = Instant::now();
+    let e = joining.join().unwrap();
+    assert!(e.contains("the user has changed his mind"), "{e}");
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+    idle(&server);
+}
+
+/// The kernel says who connects; nobody else is served, whichever socket it finds.
+#[test]
+fn another_user_and_another_tenants_socket_are_refused() {
+    let me = rustix::process::geteuid().as_raw();
+    let other = format!("[service]\nuids = [{}]\n", me + 1);
+    let place = Place::new("users", &[("red", &[0], ""), ("blue", &[1], &other)]);
+    let server = place.serve();
+    let e = refusal(&place.socket("blue"), config());
+    assert!(e.contains(&format!("user {me} is not one of tenant blue")), "{e}");
+    Runtime::open(place.client("red")).unwrap();
+    drop(server);
+    // And one whom the kernel calls another is no owner of the service.
+    let identify: fn(&UnixStream) -> std::io::Result<Credentials> =
+        |s| host_runtime::serve::identify(s).map(|c| Credentials { uid: c.uid + 1, ..c });
+    let server = Server::start(&ServeConfig { identify, ..place.config() }).unwrap();
+    let e = refusal(&place.socket("red"), config());
+    assert!(e.contains(&format!("user {} is not one of tenant red", me + 1)), "{e}");
+    Runtime::open(place.client("blue")).unwrap();
+    let nobody: fn(&UnixStream) -> std::io::Result<Credentials> = |_| Err(std::io::ErrorKind::NotConnected.into());
+    drop(server);
+    let _server = Server::start(&ServeConfig { identify: nobody, ..place.config() }).unwrap();
+    let e = refusal(&place.socket("red"), config());
+    assert!(e.contains("the kernel does not say who it is"), "{e}");
+}
+
+/// Bytes that are no message, too many, of another version, or too late end their own connection and nothing else.
+#[test]
+fn what_a_stranger_sends_ends_his_connection_only() {
+    let place = Place::new("garbage", &[("red", &[0], "[service]\nclients = 4\n")]);
+    let server = place.serve();
+    let visit = |bytes: &[u8]| {
+        let mut s = UnixStream::connect(place.socket("red")).unwrap();
+        s.set_read_timeout(Some(HANG)).unwrap();
+        s.write_all(bytes).unwrap();
+        let mut said = Vec::new();
+        // It may be closed before all was read.
+        let _ = s.read_to_end(&mut said);
+        String::from_utf8_lossy(&said).into_owned()
+    };
+    let framed = |body: &[u8]| [&(body.len() as u32).to_le_bytes(), body].concat();
+    assert!(
+        visit(&framed(b"\x63\x019"))
+            .contains("it speaks version 99 of the protocol (release 9), this service version 1")
+    );
+    assert!(visit(&u32::MAX.to_le_bytes()).contains("says that it has 4294967295 bytes"));
+    assert!(visit(&framed(&[0xFF; 40])).contains("no message that this version knows"));
+    // After a hello in good order.
+    let release = env!("CARGO_PKG_VERSION").as_bytes();
+    let hello = framed(&[&[1, release.len() as u8], release].concat());
+    for request in [framed(&[99]), framed(&[0xFF; 64]), u32::MAX.to_le_bytes().to_vec()] {
+        let said = visit(&[&hello[..], &request].concat());
+        assert!(said.contains("red") && said.len() < 200, "welcomed, then closed: {said:?}");
+    }
+    // Requests that make no sense are answered; a second one before that ends the connection.
+    let mut s = UnixStream::connect(place.socket("red")).unwrap();
+    s.set_read_timeout(Some(HANG)).unwrap();
+    s.write_all(&[&hello[..], &framed(&[2, 1, 0])].concat()).unwrap();
+    let mut said = [0; 4096];
+    let begun = Instant::now();
+    let mut all = String::new();
+    while !all.contains("has joined no communicator") {
+        assert!(begun.elapsed() < HANG);
+        let n = s.read(&mut said).unwrap();
+        assert!(n > 0, "closed after {all:?}");
+        all += &String::from_utf8_lossy(&said[..n]);
+    }
+    drop(s);
+    // More connections than the policy has, none of which says anything.
+    let mute: Vec<_> = (0..4).map(|_| UnixStream::connect(place.socket("red")).unwrap()).collect();
+    let begun = Instant::now();
+    loop {
+        let e = Runtime::open(place.client("red")).map(|_| ()).err().map(|e| e.to_string());
+        match e {
+            Some(e) if e.contains("has 4 connections, as many as its policy allows") => break,
+            _ => assert!(begun.elapsed() < Duration::from_secs(4), "{e:?}"),
+        }
+    }
+    drop(mute);
+    let begun = Instant::now();
+    while let Err(e) = Runtime::open(place.client("red")) {
+        assert!(begun.elapsed() < HANG, "{e}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    idle(&server);
+}
+
+#[test]
+fn one_service_has_a_directory_and_replaces_what_a_killed_one_left() {
+    let place = Place::new("stale", &[("red", &[0], "")]);
+    let server = place.serve();
+    let e = Server::start(&place.config()).map(|_| ()).unwrap_err().to_string();
+    assert!(e.contains("another service serves") && e.contains("sockets"), "{e}");
+    Runtime::open(place.client("red")).unwrap();
+    drop(server);
+    let stale = UnixListener::bind(place.socket("red")).unwrap();
+    drop(stale);
+    assert!(place.socket("red").exists() && UnixStream::connect(place.socket("red")).is_err());
+    let server = place.serve();
+    Runtime::open(place.client("red")).unwrap();
+    drop(server);
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(place.0.join("sockets"), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let e = Server::start(&place.config()).map(|_| ()).unwrap_err().to_string();
+    assert!(e.contains("that nobody else can write"), "{e}");
+}
+
+/// A service that is ending makes no new communicators, and says who still has some.
+#[test]
+fn an_ending_service_finishes_what_there_is() {
+    let place = Place::new("ending", &[("red", &[0], "")]);
+    let server = place.serve();
+    let runtime = Runtime::open(place.client("red")).unwrap();
+    let comm = runtime.init_comm(CommOptions::with_id(runtime.unique_id(1).unwrap(), 0, 1)).unwrap();
+    server.end();
+    assert_eq!(server.working(), [("red".to_string(), 1)]);
+    let e = runtime.unique_id(1).unwrap_err().to_string();
+    assert!(e.contains("the service is ending"), "{e}");
+    comm.query_info().unwrap();
+    drop(comm);
+    idle(&server);
+}
