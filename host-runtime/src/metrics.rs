@@ -92,7 +92,7 @@ fn label(text: &str) -> String {
 /// The text of one answer.
 pub fn text(all: &[Usage]) -> String {
     let mut out = String::new();
-    let mut family = |out: &mut String, name: &str, kind: &str, meaning: &str| {
+    let family = |out: &mut String, name: &str, kind: &str, meaning: &str| {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "# HELP {name} {meaning}.\n# TYPE {name} {kind}");
     };
