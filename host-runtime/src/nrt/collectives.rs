@@ -316,6 +316,10 @@ impl Engine {
         Engine { forced, ..Engine::new(self.plane.clone(), lane, self.timeout) }
     }
 
+    pub(super) fn rings(&self) -> &Arc<Vec<Vec<usize>>> {
+        &self.rings
+    }
+
     /// Takes over the rings that the plan has now; schedules made of other ones go.
     pub(super) fn refresh(&mut self) {
         let rings = self.plane.plan().rings.clone();

@@ -187,9 +187,10 @@ impl Communicator {
         self.plane.plan().info.clone()
     }
 
-    /// The rings in use, each in ring order from rank 0.
+    /// The rings in use, each in ring order from rank 0: those that the last operation of this rank went by. A hot swap changes
+    /// them before the next one.
     pub fn rings(&self) -> Arc<Vec<Vec<usize>>> {
-        self.plane.plan().rings.clone()
+        self.engine.rings().clone()
     }
 
     /// The runtime it belongs to.
