@@ -89,7 +89,7 @@ pub fn pidfd_of_peer(socket: impl AsFd) -> std::io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// The process that a pidfd stands for.
+/// The process that a pidfd stands for. Its number is unknown where `/proc` shows another PID namespace than this process's.
 ///
 /// # Errors
 /// `ESRCH` if it has ended, [`std::io::ErrorKind::InvalidData`] for what is no pidfd.
@@ -98,7 +98,11 @@ pub fn pid_of(pidfd: impl AsFd) -> std::io::Result<PeerPid> {
     let pid = text.lines().find_map(|l| l.strip_prefix("Pid:")?.trim().parse().ok());
     match pid {
         Some(-1) => Err(std::io::Error::from_raw_os_error(libc::ESRCH)),
-        Some(pid) => Ok(PeerPid(pid)),
+        Some(pid) => {
+            let me = std::fs::read_link("/proc/self")?;
+            let ours = me.to_str().and_then(|me| me.parse().ok()) == Some(std::process::id());
+            Ok(PeerPid(if ours { pid } else { 0 }))
+        }
         None => Err(std::io::ErrorKind::InvalidData.into()),
     }
 }

@@ -56,6 +56,8 @@ pub struct Granted {
     pub hbm: (OwnedFd, u64),
     /// Its process.
     pub pidfd: OwnedFd,
+    /// Its number, if the kernel has said it already.
+    pub pid: Option<PeerPid>,
 }
 
 impl Granted {
@@ -65,7 +67,7 @@ impl Granted {
     /// [`LinkError::Gone`] if the process has ended, [`LinkError::Malformed`] and [`LinkError::Segment`] for descriptors that
     /// are not what they were said to be.
     pub fn map(self) -> Result<Mapped, LinkError> {
-        let pid = credentials::pid_of(&self.pidfd).map_err(|e| match e.kind() {
+        let pid = self.pid.map_or_else(|| credentials::pid_of(&self.pidfd), Ok).map_err(|e| match e.kind() {
             std::io::ErrorKind::InvalidData => {
                 LinkError::Malformed("what should stand for the peer's process does not")
             }
@@ -466,8 +468,11 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
         return Err(LinkError::Malformed("the owner passed no memory (check ulimit -n on both sides)"));
     };
     // Memory of a client of the owner comes with the client's process.
-    let pidfd = fds.next().map_or_else(|| watch(&stream, cred.pid), Ok)?;
-    Ok(Granted { rank: word(8), control: (control, long(16)), hbm: (hbm, long(24)), pidfd })
+    let (pidfd, pid) = match fds.next() {
+        Some(clients) => (clients, None),
+        None => (watch(&stream, cred.pid)?, Some(cred.pid)),
+    };
+    Ok(Granted { rank: word(8), control: (control, long(16)), hbm: (hbm, long(24)), pidfd, pid })
 }
 
 /// What becomes readable when the process behind `stream` ends. The socket itself gives it, in whatever PID namespace that

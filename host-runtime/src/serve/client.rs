@@ -146,7 +146,7 @@ impl Line {
                     let (Some(a), Some(b), Some(pidfd)) = (fds.pop_front(), fds.pop_front(), fds.pop_front()) else {
                         return Err(MessageError::Malformed("a link without its descriptors".into()));
                     };
-                    let granted = Granted { rank, control: (a, control), hbm: (b, hbm), pidfd };
+                    let granted = Granted { rank, control: (a, control), hbm: (b, hbm), pidfd, pid: None };
                     if let Err(e) = links(granted) {
                         return Ok(Err(e));
                     }
