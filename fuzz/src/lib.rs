@@ -57,7 +57,7 @@ const fn target(name: &'static str, run: fn(&[u8]), changes: usize) -> Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 15] = [
+pub const TARGETS: [Target; 17] = [
     target("table", choice::table, 3000),
     target("schedule", choice::schedule, 3000),
     target("topology", guest::topology, 500),

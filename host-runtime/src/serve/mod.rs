@@ -37,7 +37,6 @@ use hw_bridge::credentials::{self, Credentials, PeerPid};
 use hw_bridge::hbm::Hbm;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
-use sha2::{Digest, Sha256};
 
 use crate::error::Error;
 use crate::message;
@@ -84,7 +83,7 @@ pub struct Server {
 /// One tenant.
 #[derive(Debug)]
 struct Hosted {
-    policy: Policy,
+    policy: Arc<Policy>,
     runtime: Runtime,
     socket: PathBuf,
     cores: Arc<Cores>,
@@ -143,10 +142,7 @@ impl Hosted {
     /// Leases a core of the tenant.
     fn lease(&self, core: i32, to: &Arc<Lessee>) -> Result<Arc<Hbm>, Error> {
         let devices = &self.policy.devices;
-        if !devices.cores.contains(&core) {
-            let (tenant, cores) = (&self.policy.tenant, &devices.cores);
-            return Err(Error::Limit(format!("tenant {tenant} may use the logical cores {cores:?}, not {core}")));
-        }
+        self.runtime.tenant().may_use_core(core)?;
         if devices.hbm.0 == 0 {
             let tenant = &self.policy.tenant;
             return Err(Error::Limit(format!("tenant {tenant} is granted no device memory (devices.hbm)")));
@@ -233,39 +229,33 @@ impl Drop for Counted {
 }
 
 /// The configuration of a tenant's runtime.
-fn config_of(policy: &Policy, base: &RuntimeConfig) -> RuntimeConfig {
-    let digest = Sha256::digest(policy.tenant.as_bytes());
-    let mut id = [0; 8];
-    id.copy_from_slice(&digest[..8]);
+fn config_of(policy: &Arc<Policy>, base: &RuntimeConfig) -> RuntimeConfig {
     RuntimeConfig {
         // The first is served; the others may replace it.
-        plugin: policy.plugins.allowed.first().map(|a| policy.plugins.directory.join(&a.file.0)),
-        tenant: policy.tenant.clone(),
-        tenant_id: u64::from_le_bytes(id),
-        limits: policy.limits,
-        hbm_bytes: policy.devices.hbm.0,
+        plugin: policy.plugins.allowed.first().map(|a| PathBuf::from(&a.file.0)),
         cores: policy.devices.cores.iter().copied().collect(),
+        policy: Some(policy.clone()),
         service: None,
         ..base.clone()
     }
 }
 
 /// All policies of a directory, by name of file.
-fn policies(dir: &Path) -> Result<Vec<Policy>, Error> {
+fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     let io = |source| Error::System { what: format!("reading the policies in {}", dir.display()), source };
     let mut files = std::fs::read_dir(dir)
         .and_then(|entries| entries.map(|e| Ok(e?.path())).collect::<std::io::Result<Vec<_>>>())
         .map_err(io)?;
     files.retain(|f| f.extension().is_some_and(|e| e == "toml"));
     files.sort();
-    let mut all: Vec<Policy> = Vec::new();
+    let mut all: Vec<Arc<Policy>> = Vec::new();
     for file in &files {
         let policy = Policy::read(file).map_err(|e| Error::Config(e.to_string()))?;
         if all.iter().any(|p| p.tenant == policy.tenant) {
             let what = format!("{} is a second policy of tenant {}; keep one", file.display(), policy.tenant);
             return Err(Error::Config(what));
         }
-        all.push(policy);
+        all.push(Arc::new(policy));
     }
     if all.is_empty() {
         return Err(Error::Config(format!("there is no policy (*.toml) in {}; a service has tenants", dir.display())));
