@@ -311,7 +311,7 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
         ("no-import", vec![("import-state", "unreachable")], "unreachable"),
         ("no-resume", vec![("resume", "unreachable")], "unreachable"),
         ("no-info", vec![("neuron-get-comm-info", "unreachable")], "unreachable"),
-        ("schema-9", vec![("describe", SCHEMA_9)], "schema 1, the new one reads [9]"),
+        ("schema-9", vec![("describe", SCHEMA_9)], "schema 1, the new one reads [9, 2]"),
         ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-2` and the new plugin `nccom`"),
         ("no-89", vec![("neuron-get-version-info", "unreachable")], "unreachable"),
     ] {
