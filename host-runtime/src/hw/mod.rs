@@ -182,7 +182,10 @@ impl links::Host for HostState {
             let granted = hw_bridge::links::request(&ipc, self.tenant.id, Some(self.abort.event()), deadline);
             let linked = granted.and_then(|g| match comm.is_clients() {
                 true if g.rank as usize != peer => Err(LinkError::Malformed("it is of another rank")),
-                true => Ok(comm.pass(g)),
+                true => {
+                    comm.pass(g);
+                    Ok(())
+                }
                 false => Peer::new(g.map()?, peer, comm.nranks).map(|p| comm.endpoint.link(p)).map_err(Into::into),
             });
             match linked {

@@ -76,10 +76,7 @@ fn a_buffer_that_is_not_there_any_more_is_named_and_never_half_a_result() {
     let pid = format!("pid {}", ranks[0].pid());
     for r in &mut ranks {
         let e = r.error();
-        has(
-            &e,
-            &["operation #1 (send_recv", "failed on rank 1", "the input of rank 0", &pid, " bytes at 0x"],
-        );
+        has(&e, &["operation #1 (send_recv", "failed on rank 1", "the input of rank 0", &pid, " bytes at 0x"]);
         has(&e, &["must stay mapped until the call returns", "WCCL_DIRECT=0"]);
     }
 }
