@@ -31,6 +31,8 @@ pub const STREAM_BYTES: u64 = 8 << 20;
 /// A copy or reduction looks every so many bytes whether it was told to stop and whether other tenants are to be let past
 /// ([`crate::share`]), and is counted: peers that wait for it see that it goes on. It takes some 50 microseconds.
 pub const STRETCH_BYTES: u64 = 256 << 10;
+/// The same while there is nobody to let past: a read of a peer's private memory is a call of the kernel each time.
+pub const ALONE_BYTES: u64 = 4 << 20;
 /// Tenants that can meet in one market: as many as a page has lines, but for one.
 pub const MARKET_TENANTS: usize = 63;
 /// Bytes that an operation costs in a tenant's account besides those it moves: about what is moved in the time it takes.

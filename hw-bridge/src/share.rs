@@ -25,8 +25,8 @@ use std::time::Duration;
 
 use crate::flight;
 use crate::limits::{
-    AT_WORK, CAP_BURST, LEAD_BYTES, MARKET_TENANTS, MAX_CAP_WAIT, MAX_YIELD, NAP, OPERATION_COST, STRETCH_BYTES,
-    TURN_POLL,
+    ALONE_BYTES, AT_WORK, CAP_BURST, LEAD_BYTES, MARKET_TENANTS, MAX_CAP_WAIT, MAX_YIELD, NAP, OPERATION_COST,
+    STRETCH_BYTES, TURN_POLL,
 };
 use crate::segment::{Segment, SegmentError};
 
@@ -217,10 +217,10 @@ impl Share {
         self.lanes.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Bytes of a stretch.
+    /// Bytes of a stretch of what begins now.
     #[inline]
     pub(crate) fn stretch(&self) -> u64 {
-        self.stretch
+        if self.free() { ALONE_BYTES } else { self.stretch }
     }
 
     /// Whether there is nobody to share with, and no cap.

@@ -13,10 +13,14 @@
 //! | `floods` | too much of everything the host hands out |
 //! | `reach` | files, addresses and interfaces |
 //! | `policy` | what a policy does not grant |
+//! | `lifecycle` | plugins that misbehave when one takes over from another |
+//! | `clients` | programs that talk to the service as they should not |
 
 mod calls;
+mod clients;
 mod floods;
 mod handles;
+mod lifecycle;
 mod policy;
 mod reach;
 mod victim;
@@ -25,7 +29,15 @@ mod zoo;
 use zoo::{Group, run};
 
 fn groups() -> Vec<Group> {
-    vec![calls::group(), handles::group(), floods::group(), reach::group(), policy::group()]
+    vec![
+        calls::group(),
+        handles::group(),
+        floods::group(),
+        reach::group(),
+        policy::group(),
+        lifecycle::group(),
+        clients::group(),
+    ]
 }
 
 #[test]
@@ -51,6 +63,16 @@ fn what_they_must_not_reach() {
 #[test]
 fn what_no_policy_grants() {
     run(&policy::group());
+}
+
+#[test]
+fn those_that_take_over_badly() {
+    run(&lifecycle::group());
+}
+
+#[test]
+fn programs_at_the_service() {
+    run(&clients::group());
 }
 
 /// docs/hostile-zoo.md is what the data says, and there are at least 60 animals.

@@ -72,6 +72,7 @@ pub fn said<T>(answer: Result<T, Error>) -> Result<String> {
 /// A folder and a tenant of its own.
 pub struct Cage {
     folder: PathBuf,
+    number: u32,
 }
 
 impl Cage {
@@ -80,19 +81,41 @@ impl Cage {
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("hostile-{}-{n}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        Cage { folder }
+        Cage { folder, number: n }
+    }
+
+    /// No other cage of this process has it.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// A path in its folder.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// A folder in its folder.
+    pub fn dir(&self, name: &str) -> Result<PathBuf> {
+        let path = self.path(name);
+        std::fs::create_dir_all(&path)?;
+        Ok(path)
     }
 
     /// Writes a file and answers where it is.
     pub fn put(&self, name: &str, bytes: &[u8]) -> Result<PathBuf> {
-        let path = self.folder.join(name);
+        let path = self.path(name);
         std::fs::write(&path, bytes)?;
         Ok(path)
     }
 
     /// The configuration of the cage: a tenant of its own, with limits that are soon reached.
     pub fn config(&self, plugin: &Plugin) -> Result<RuntimeConfig> {
-        let mut c = config(Some(self.put("animal.wasm", &plugin.build()?)?));
+        Ok(self.limited(self.put("animal.wasm", &plugin.build()?)?))
+    }
+
+    /// The same for a plugin that is there.
+    pub fn limited(&self, plugin: PathBuf) -> RuntimeConfig {
+        let mut c = config(Some(plugin));
         c.tenant = "hostile".into();
         c.tenant_id = 666;
         c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "400".into());
@@ -109,7 +132,7 @@ impl Cage {
             log_rate: 10,
             ..Limits::default()
         };
-        Ok(c)
+        c
     }
 
     /// The same under a policy, whose plugin directory is the cage; `more` is TOML after `[plugins]` has begun.

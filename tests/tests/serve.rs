@@ -13,6 +13,7 @@ use host_runtime::abort::AbortToken;
 use host_runtime::metrics::Usage;
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
+use host_runtime::swap::{Order, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
 
@@ -39,7 +40,7 @@ impl Place {
         let directory = plugin.parent().unwrap().canonicalize().unwrap();
         for (tenant, cores, more) in policies {
             let text = format!(
-                "tenant = \"{tenant}\"\n[plugins]\ndirectory = {directory:?}\nallow = [{{ file = \"nccom.wasm\" }}]\n\
+                "tenant = \"{tenant}\"\n[plugins]\ndirectory = {directory:?}\nallow = [{{ file = \"nccom.wasm\" }}, {{ file = \"nccom-next.wasm\" }}]\n\
                  [devices]\ncores = {cores:?}\nhbm = \"256 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\n\
                  reach = [\"127.0.0.1:*\"]\n{more}"
             );
@@ -192,6 +193,35 @@ fn groups_and_streams_work_in_a_served_process() {
         assert_eq!(comm.control_stopped(), None);
     });
     idle(&server);
+}
+
+/// A tenant's plugin is swapped while its processes work: they do not notice, and the new one answers what is asked afterwards.
+#[test]
+fn a_served_tenant_is_swapped_while_its_processes_work() {
+    let place = Place::new("swap", &[("swapped", &[0, 1], "")]);
+    let server = place.serve();
+    let until = place.0.join("until");
+    let ranks = place.ranks("swapped", "outlive", 2, &[("UNTIL", until.to_str().unwrap())]);
+    for r in &ranks {
+        assert_eq!((r.line().as_str(), r.line().as_str()), ("ready", "warm"));
+    }
+    let first = config().plugin.unwrap().canonicalize().unwrap();
+    let releases = [first.clone(), first.with_file_name("nccom-next.wasm")];
+    for i in 1..6 {
+        let order = Order { probation: Duration::ZERO, ..Order::transport("swapped", &releases[i % 2]) };
+        let report = coordinate(&order).unwrap();
+        assert!(report.committed && report.members.len() == 1, "{}", report.reason);
+    }
+    let usage: Vec<Usage> = server.tenants().map(|t| Usage::of(t.2)).collect();
+    assert_eq!((usage[0].plugin.as_str(), usage[0].swaps), ("nccom-next.wasm", [5, 0, 0]));
+    // One that the policy does not list is none.
+    let order = Order::transport("swapped", first.with_file_name("nccom-stuck.wasm"));
+    let report = coordinate(&order).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not listed"), "{}", report.reason);
+    std::fs::write(&until, "").unwrap();
+    for r in &ranks {
+        assert_eq!((r.line().as_str(), r.line().as_str()), ("operations go on", "control calls go on"));
+    }
 }
 
 /// When the service is gone, operations go on, and control calls say what happened.
