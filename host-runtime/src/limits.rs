@@ -50,6 +50,8 @@ pub const GUEST_STACK: usize = 512 * 1024;
 pub const MAX_CAUSES: usize = 8;
 /// Bytes of one log line of a guest.
 pub const MAX_LOG_LINE: usize = 4096;
+/// How long a plugin may take to free a communicator.
+pub const FREE_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest pause before a plugin that stopped is started again.
 pub const MAX_RESTART_PAUSE: Duration = Duration::from_secs(30);
 /// Bytes of a policy file.

@@ -130,6 +130,8 @@ pub struct Tenant {
     pub device: Arc<DeviceModel>,
     /// Variables granted to plugins.
     pub(crate) vars: BTreeMap<String, String>,
+    /// Tells the tenant runtimes of one process apart.
+    pub(crate) number: u64,
     /// Counters.
     pub counters: Arc<Counters>,
     /// How often its plugins stopped, and which may run again.
@@ -200,6 +202,10 @@ impl Tenant {
             wait: config.wait,
             device: device.clone(),
             vars: config.vars.clone(),
+            number: {
+                static NEXT: AtomicU64 = AtomicU64::new(1);
+                NEXT.fetch_add(1, Ordering::Relaxed)
+            },
             counters: Arc::default(),
             supervisor: Supervisor::default(),
             share,

@@ -301,6 +301,7 @@ struct PositionsLine {
     /// Which closing; written last.
     id: AtomicU64,
     lanes: [AtomicU64; LANES],
+    rings: AtomicU64,
 }
 
 #[repr(C)]
@@ -502,20 +503,23 @@ impl Control {
     }
 
     /// Says where the rank's lanes are, under the number of a closing of the gates ([`crate::sequencer::Closed`]).
-    pub(crate) fn set_positions(&self, id: u64, positions: &[u64; LANES]) {
+    /// `rings` is a digest of the rings that it would go by afterwards.
+    pub(crate) fn set_positions(&self, id: u64, positions: &[u64; LANES], rings: u64) {
         let line = &self.block().positions.0;
         // Who reads in between must not take one closing's positions for another's.
         line.id.store(0, Ordering::Release);
         std::sync::atomic::fence(Ordering::SeqCst);
         line.lanes.iter().zip(positions).for_each(|(to, p)| to.store(*p, Ordering::Relaxed));
+        line.rings.store(rings, Ordering::Relaxed);
         line.id.store(id, Ordering::Release);
     }
 
-    /// Where the rank's lanes were when it closed its gates under this number, if it has.
-    pub(crate) fn positions(&self, id: u64) -> Option<[u64; LANES]> {
+    /// Where the rank's lanes were when it closed its gates under this number, if it has, and its digest of rings.
+    pub(crate) fn positions(&self, id: u64) -> Option<([u64; LANES], u64)> {
         let line = &self.block().positions.0;
         let is_it = || line.id.load(Ordering::Acquire) == id;
-        let read = is_it().then(|| std::array::from_fn(|l| line.lanes[l].load(Ordering::Acquire)));
+        let lanes = || std::array::from_fn(|l| line.lanes[l].load(Ordering::Acquire));
+        let read = is_it().then(|| (lanes(), line.rings.load(Ordering::Acquire)));
         read.filter(|_| is_it())
     }
 

@@ -160,6 +160,11 @@ impl CommCore {
         self.endpoint.linked(peer) || lock(&self.passed).ranks.contains(&peer)
     }
 
+    /// The process whose it is, if another one.
+    pub(crate) fn client(&self) -> Option<&Client> {
+        self.client.as_ref()
+    }
+
     /// Whether its data plane is in another process, which is given the links.
     pub(crate) fn is_clients(&self) -> bool {
         self.client.is_some()

@@ -128,16 +128,15 @@ impl HostState {
         }
         let until = self.deadline(ms);
         loop {
-            let asked =
-                socket_name(self.tenant.id, key, name).and_then(|a| UnixStream::connect_addr(&a)).and_then(|mut s| {
-                    if !same_user(&s) {
-                        return Err(std::io::ErrorKind::PermissionDenied.into());
-                    }
-                    s.set_read_timeout(Some(Duration::from_secs(1)))?;
-                    let mut address = vec![0; ADDRESS_BYTES];
-                    s.read_exact(&mut address)?;
-                    Ok(address)
-                });
+            let asked = socket_name(self.tenant.id, key, name).and_then(|a| visit(&a)).and_then(|mut s| {
+                if !same_user(&s) {
+                    return Err(std::io::ErrorKind::PermissionDenied.into());
+                }
+                s.set_read_timeout(Some(Duration::from_secs(1)))?;
+                let mut address = vec![0; ADDRESS_BYTES];
+                s.read_exact(&mut address)?;
+                Ok(address)
+            });
             match asked {
                 Ok(address) => return Ok(address),
                 Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
@@ -157,6 +156,18 @@ impl HostState {
             }
         }
     }
+}
+
+/// Connects without waiting: who has the name may have its backlog full and never accept.
+fn visit(address: &SocketAddr) -> std::io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let name = address.as_abstract_name().ok_or(std::io::ErrorKind::InvalidInput)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&fd, &SocketAddrUnix::new_abstract_name(name)?)?;
+    let stream = UnixStream::from(fd);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 impl Host for HostState {

@@ -100,9 +100,11 @@ impl HostState {
 
     /// Sleeps for a pause, unless aborted or late.
     pub(crate) fn pause(&self, pause: Duration, deadline: Instant) -> Wait {
-        if self.overdue() {
-            return Wait::Ended;
-        }
+        if self.overdue() { Wait::Ended } else { self.rest(pause, deadline) }
+    }
+
+    /// The same, also after the deadline of the operation.
+    pub(crate) fn rest(&self, pause: Duration, deadline: Instant) -> Wait {
         let until = (Instant::now() + pause).min(deadline);
         let event = self.abort.event();
         loop {
@@ -374,6 +376,8 @@ impl HostState {
                     Wait::Late => {
                         let who = peer_name(stream);
                         data.truncate(got);
+                        // A guest must not have the host keep room for what never came.
+                        data.shrink_to_fit();
                         self.table.get_mut(handle)?.early = data;
                         return Ok(self.late(ms, || {
                             format!("Timeout waiting for RX from {who}: {got} of {bytes} bytes after {ms} ms")

@@ -75,8 +75,8 @@ impl identity::Host for HostState {
     }
 
     fn process(&mut self) -> Trap<String> {
-        // The tenant runtime is the process in the original's sense; its address tells two in one process apart.
-        let start = std::ptr::from_ref(&*self.tenant) as usize;
+        // The tenant runtime is the process in the original's sense; its number tells two in one process apart.
+        let start = self.tenant.number;
         let pid = self.client.as_ref().map_or_else(std::process::id, |c| c.owner.pid);
         Ok(format!("{pid}/{start:x}"))
     }

@@ -163,7 +163,7 @@ impl Communicator {
         let _inside = doors.enter("neuronBuildGraphComm", patience)?;
         self.plane.ask(Ask::BuildGraph, Patience::Usual)?;
         let plan = self.plane.check_plan(self.query_info()?)?;
-        self.plane.set_plan(plan);
+        self.plane.set_plan(Arc::new(plan));
         self.engine.refresh();
         if self.plane.linked_by_rings() {
             self.plane.agree_on_direct(Patience::Usual)?;

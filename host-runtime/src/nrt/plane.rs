@@ -19,7 +19,8 @@ use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
 use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
-use crate::plugin::Instance;
+use crate::limits::FREE_PATIENCE;
+use crate::plugin::{Instance, bounded};
 use crate::swap::Checkpoint;
 use crate::tenant::lock;
 
@@ -109,14 +110,18 @@ impl Plane {
     }
 
     /// Goes by a plan from now on; no operation is under way.
-    pub(crate) fn set_plan(&self, plan: Plan) {
+    pub(crate) fn set_plan(&self, plan: Arc<Plan>) {
         // Each rank can only check its own view; that all have the same is noticed when they meet.
+        self.core.endpoint.set_plan(self.digest(&plan));
+        *self.plan.write().unwrap_or_else(|p| p.into_inner()) = plan;
+    }
+
+    /// What tells plans apart that operations cannot be done by together.
+    pub(crate) fn digest(&self, plan: &Plan) -> u32 {
         let ranks = plan.rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
         // Ranks with different choice tables would not agree later on: they notice at once too.
         let table = self.runtime.0.config.table.as_ref().map_or(0, |t| t.digest());
-        let digest = ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619));
-        self.core.endpoint.set_plan(digest);
-        *self.plan.write().unwrap_or_else(|p| p.into_inner()) = Arc::new(plan);
+        ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619))
     }
 
     pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
@@ -156,13 +161,19 @@ impl Plane {
             return Ok(who);
         };
         let (instance, handle) = checkpoint.restore(&here.instance, &self.core)?;
-        self.set_control(instance, handle);
-        Ok(self.who())
+        let made = Control::Here(Here { runtime: self.runtime.clone(), instance, handle });
+        let mut control = self.control.write().unwrap_or_else(|p| p.into_inner());
+        // A swap that did not wait for this call has put another one there.
+        if matches!(&*control, Control::Here(now) if Arc::ptr_eq(&now.instance, &here.instance)) {
+            *control = made;
+        }
+        Ok(control.clone())
     }
 
     /// Keeps the plan that the plugin has now, if it hands it out. A service does so by itself.
     pub(crate) fn keep_checkpoint(&self) {
-        let mut kept = lock(&self.checkpoint);
+        // Whoever restores one has the lock; what it keeps is as good.
+        let Ok(mut kept) = self.checkpoint.try_lock() else { return };
         if let Control::Here(here) = self.who() {
             *kept = Checkpoint::take((&*here.instance, here.handle));
         }
@@ -273,7 +284,9 @@ impl Drop for Plane {
         self.core.endpoint.close();
         let doors = &self.runtime.0.doors;
         let inside = doors.enter("neuronFreeComm", self.runtime.0.tenant.limits.entry);
-        if let Err(e) = inside.and_then(|_inside| self.who().free()) {
+        // A plugin that does not come back from it is stopped.
+        let until = Instant::now().checked_add(FREE_PATIENCE);
+        if let Err(e) = inside.and_then(|_inside| bounded(until, || self.who().free())) {
             tracing::debug!("freeing communicator {}: {e}", self.core.id);
         }
     }

@@ -265,6 +265,7 @@ impl Runtime {
         let service = config.service.as_deref().map(Service::open).transpose()?;
         if let Some(s) = &service {
             (config.tenant, config.tenant_id) = s.tenant();
+            config.share = s.share();
         }
         match &config.policy {
             Some(p) => {

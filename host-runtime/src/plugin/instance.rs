@@ -48,6 +48,8 @@ pub struct Instance {
     idle: Condvar,
     unwanted: Arc<OnceLock<String>>,
     inner: Mutex<Inner>,
+    /// What stopped it, for those who only ask.
+    ended: Mutex<Option<String>>,
     /// Made anew when it is called after it stopped: it keeps nothing from one call to the next.
     renewable: bool,
 }
@@ -110,6 +112,7 @@ impl Instance {
             idle: Condvar::new(),
             unwanted: store.data().unwanted.clone(),
             inner: Mutex::new(Inner { store, instance, stopped: None }),
+            ended: Mutex::default(),
             renewable,
         })
     }
@@ -148,7 +151,8 @@ impl Instance {
         let (library, tenant) = (&self.library, &self.tenant);
         let refused = |refusal| self.supervised(entry, refusal);
         tenant.supervisor.admit_again(library, &tenant.limits, Instant::now()).map_err(refused)?;
-        let state = HostState::new(tenant.clone(), Some(library.clone()), old.abort.clone(), old.core);
+        let mut state = HostState::new(tenant.clone(), Some(library.clone()), old.abort.clone(), old.core);
+        state.client.clone_from(&old.client);
         let made = Instance::store(library, state).map_err(|cause| self.stop_error(entry, cause, Vec::new()))?;
         tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
         Ok(made)
@@ -182,7 +186,8 @@ impl Instance {
 
     /// What stopped it, if anything did.
     pub fn stopped(&self) -> Option<Stop> {
-        lock(&self.inner).stopped.clone()
+        // Not `inner`, which a call under way holds.
+        lock(&self.ended).clone()
     }
 
     fn key(&self) -> usize {
@@ -251,6 +256,7 @@ impl Instance {
         if inner.stopped.is_some() && self.renewable {
             let (store, instance) = self.store_again(inner.store.data(), entry)?;
             *inner = Inner { store, instance, stopped: None };
+            *lock(&self.ended) = None;
         }
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
@@ -278,12 +284,14 @@ impl Instance {
                 let cause = limit.unwrap_or_else(|| cause_of(&e, store.data()));
                 self.tenant.counters.trapped();
                 tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
-                // A guest that its own user's abort ended has done nothing wrong.
-                if !store.data().abort.aborted() {
+                // A guest that its own user's abort, or a swap, ended has done nothing wrong.
+                if !store.data().abort.aborted() && store.data().unwanted.get().is_none() {
                     let said = format!("{cause} (in {entry})");
                     self.tenant.supervisor.stopped(&self.library, &self.tenant.limits, &said, Instant::now());
                 }
-                *stopped = Some(format!("{cause} (in {entry})"));
+                let why = format!("{cause} (in {entry})");
+                *lock(&self.ended) = Some(why.clone());
+                *stopped = Some(why);
                 store.data_mut().release();
                 Err(self.stop_error(entry, cause, causes))
             }

@@ -164,8 +164,9 @@ impl HostState {
             return;
         }
         self.tenant.counters.throttled();
-        // However the pause ends: the bounds are looked at next.
-        let _ = self.pause(owed, self.deadline(u32::MAX));
+        // However it ends: the bounds are looked at next. A call that is overdue already sleeps too, or its grace would be free.
+        let end = self.begun.checked_add(self.tenant.limits.wall).unwrap_or_else(|| Instant::now() + owed);
+        let _ = self.rest(owed, end);
         self.entered = Instant::now();
     }
 

@@ -26,6 +26,7 @@ use crate::limits::SERVICE_MESSAGE;
 use crate::message::{self, MessageError};
 use crate::nrt::control::{Answer, Ask, Control, Joined, Joining, Patience};
 use crate::nrt::{Rendezvous, Runtime};
+use crate::policy::{Rate, Share};
 use crate::status::Status;
 use crate::tenant::lock;
 
@@ -204,6 +205,12 @@ impl Service {
     /// Name and number of the tenant that this process belongs to.
     pub(crate) fn tenant(&self) -> (String, u64) {
         (self.welcome.tenant.clone(), self.welcome.tenant_id)
+    }
+
+    /// What that tenant gets among others, by its policy.
+    pub(crate) fn share(&self) -> Share {
+        let (weight, bandwidth, proxy_slots) = self.welcome.share;
+        Share { weight, bandwidth: bandwidth.map(Rate), proxy_slots, ..Share::default() }
     }
 
     /// Why its library did not load.

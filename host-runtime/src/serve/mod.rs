@@ -25,7 +25,7 @@ pub(crate) mod wire;
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -280,7 +280,8 @@ fn claim(dir: &Path) -> Result<File, Error> {
         );
         return Err(Error::Config(what));
     }
-    let file = File::options().create(true).truncate(false).write(true).open(dir.join("lock"));
+    // Nobody else may open it: whoever can, could hold the lock.
+    let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(dir.join("lock"));
     let file = file.map_err(|e| io("opening the lock of", e))?;
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(file),

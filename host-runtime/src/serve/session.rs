@@ -28,6 +28,9 @@ use crate::nrt::plane::Plane;
 use crate::status::Status;
 use crate::tenant::lock;
 
+/// Characters of a client's that a message repeats.
+const MAX_WORDS: usize = 400;
+
 /// Serves a connection to its end.
 pub(super) fn serve(hosted: &Arc<Hosted>, stream: &UnixStream) {
     let tenant = &hosted.policy.tenant;
@@ -54,7 +57,8 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32)
         hosted.admits(who.uid)?;
         let (hello, _) = message::receive::<Hello>(stream, until).map_err(|e| e.to_string())?;
         if hello.protocol != PROTOCOL {
-            let (theirs, mine) = (hello, Hello::mine());
+            let theirs = Hello { release: said(&hello.release), ..hello };
+            let mine = Hello::mine();
             return Err(format!(
                 "it speaks version {} of the protocol (release {}), this service version {} (release {}); use one release \
                  for both",
@@ -81,6 +85,10 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32)
                 session: *session,
                 sentinel: hosted.runtime.load_error().map(|e| e.sentinel),
                 longest_ms: longest.as_millis() as u64,
+                share: {
+                    let share = &hosted.policy.share;
+                    (share.weight, share.bandwidth.map(|r| r.0), share.proxy_slots)
+                },
             })
         }
     };
@@ -88,6 +96,11 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32)
     let (lessee, uid, _) = checked?;
     said.map_err(|e| e.to_string())?;
     Ok((lessee, uid))
+}
+
+/// A client's words, as far as a line of the log and a terminal can have them.
+fn said(text: &str) -> String {
+    text.chars().take(MAX_WORDS).map(|c| if c.is_control() { ' ' } else { c }).collect()
 }
 
 /// What becomes readable when the client's process ends.
@@ -127,7 +140,7 @@ fn converse(hosted: &Arc<Hosted>, stream: &UnixStream, lessee: Arc<Lessee>, abor
         let why = loop {
             let ended = match next(stream, &pidfd, &hosted.stop) {
                 Ok(Request::Abort { reason }) => {
-                    abort.abort(&reason);
+                    abort.abort(&said(&reason));
                     continue;
                 }
                 Ok(request) => {
@@ -145,8 +158,8 @@ fn converse(hosted: &Arc<Hosted>, stream: &UnixStream, lessee: Arc<Lessee>, abor
             };
             break ended;
         };
-        // Nobody waits for what is under way.
-        if busy.load(Ordering::Acquire) {
+        // Nobody waits for what is under way, and an ending service for nothing.
+        if busy.load(Ordering::Acquire) || hosted.ending.load(Ordering::Acquire) {
             abort.abort(&why);
         }
         // Whoever writes to it meanwhile is not to wait.

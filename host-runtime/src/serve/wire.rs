@@ -55,6 +55,8 @@ pub(crate) struct Welcome {
     pub sentinel: Option<String>,
     /// Milliseconds after which the service has answered any request.
     pub longest_ms: u64,
+    /// What the tenant gets among others: weight, bytes a second, operations in progress.
+    pub share: (u32, Option<u64>, u32),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

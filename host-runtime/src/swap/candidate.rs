@@ -19,12 +19,15 @@ use crate::plugin::Instance;
 /// An instance and its handle of the communicator.
 type Control = (Arc<Instance>, u32);
 
+/// What a library had of a communicator: the communicator's id, the instance, the plan.
+type Kept = (u64, Control, Arc<Plan>);
+
 /// The library that served before, beside the one that serves.
 #[derive(Debug, Clone)]
 pub(crate) struct Parked {
     pub loaded: Loaded,
-    /// What it had of each communicator, by the communicator's id.
-    pub kept: Vec<(u64, Control)>,
+    /// What it had of each communicator.
+    pub kept: Vec<Kept>,
     /// When it goes.
     pub until: Instant,
     /// Which swap parked it.
@@ -43,10 +46,8 @@ pub(super) struct Move {
     pub plane: Arc<Plane>,
     new: Control,
     old: Control,
-    /// The old instance has exported, and waits for its end or `resume`.
-    exported: bool,
     /// What the new one planned.
-    plan: Option<Plan>,
+    plan: Option<Arc<Plan>>,
 }
 
 /// The library, and its moves.
@@ -56,14 +57,15 @@ pub(super) struct Candidate {
     pub loaded: Loaded,
     pub moves: Vec<Move>,
     /// Instances that go back to work, where a swap goes back.
-    kept: Vec<(u64, Control)>,
-    committed: bool,
+    kept: Vec<Kept>,
 }
 
 impl Candidate {
     /// LOAD: the gate of the first load, by another door.
     pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
         let inner = &runtime.0;
+        // Without one there would be nothing to exchange, after all had agreed.
+        inner.forward.loaded()?;
         let (loaded, kept) = match (&request.plugin, parked) {
             (Some(path), _) => {
                 let loaded = forward::load(&inner.tenant, path, &inner.config.without_callbacks);
@@ -72,23 +74,26 @@ impl Candidate {
             (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),
             (None, None) => return Err("there is no plugin to go back to".into()),
         };
-        Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept, committed: false })
+        Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept })
     }
 
     /// PREPARE: an instance for each communicator that has none yet; answers how many there are.
     pub fn prepare(&mut self) -> Result<usize, String> {
         for plane in self.runtime.0.swaps.planes() {
-            if self.moves.iter().any(|m| Arc::ptr_eq(&m.plane, &plane)) {
+            if let Some(m) = self.moves.iter_mut().find(|m| Arc::ptr_eq(&m.plane, &plane)) {
+                // It may have been started again meanwhile.
+                m.old = plane.control().map_err(|e| e.to_string())?;
                 continue;
             }
             let core = plane.core().clone();
-            let back = self.kept.iter().find(|(id, (i, _))| *id == core.id && i.stopped().is_none());
+            let back = self.kept.iter().find(|(id, (i, _), _)| *id == core.id && i.stopped().is_none());
             let new = match back {
-                Some((_, control)) => control.clone(),
+                Some((_, control, _)) => control.clone(),
                 None => {
                     let logical = Some(plane.logical_core());
                     let instance = self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical);
                     let instance = instance.map_err(|e| e.to_string())?;
+                    instance.peek(|s| s.client = core.client().cloned());
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
                         .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
@@ -96,7 +101,7 @@ impl Candidate {
                 }
             };
             let old = plane.control().map_err(|e| e.to_string())?;
-            self.moves.push(Move { plane, new, old, exported: false, plan: None });
+            self.moves.push(Move { plane, new, old, plan: None });
         }
         Ok(self.moves.len())
     }
@@ -133,37 +138,36 @@ impl Candidate {
         for m in &mut self.moves {
             let (id, rank) = (m.plane.core().id, m.plane.core().rank);
             let of = |e: String| format!("communicator {id} of rank {rank}: {e}");
-            lifecycle::quiesce((&*m.old.0, m.old.1)).map_err(|e| about(of(e)))?;
-            m.exported = true;
-            let state = lifecycle::export((&*m.old.0, m.old.1), most).map_err(|e| about(of(e)))?;
+            let before = (&*m.old.0, m.old.1);
+            lifecycle::quiesce(before).map_err(|e| about(of(e)))?;
             let held = (&*m.new.0, m.new.1);
-            lifecycle::import(held, old.state_schema, &state).map_err(of)?;
-            lifecycle::resume(held).map_err(of)?;
-            let comm = Resource::new_borrow(m.new.1);
-            let info =
-                self.runtime.0.forward.get_comm_info(Some(&m.new.0), comm, true).map_err(|e| of(e.to_string()))?;
-            let plan = m.plane.check_plan(info).map_err(|e| of(e.to_string()))?;
-            m.plan = Some(plan);
-            lifecycle::resume((&*m.old.0, m.old.1)).map_err(of)?;
-            m.exported = false;
+            let forward = &self.runtime.0.forward;
+            let moved = lifecycle::export(before, most).map_err(about).and_then(|state| {
+                lifecycle::import(held, old.state_schema, &state)?;
+                lifecycle::resume(held)?;
+                let info = forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
+                info.and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
+            });
+            // Whatever came of it, it is called again as soon as the doors open.
+            let resumed = lifecycle::resume(before);
+            m.plan = Some(Arc::new(moved.map_err(of)?));
+            resumed.map_err(of)?;
         }
         Ok(())
     }
 
-    /// Goes back: instances that served before have their plans; the others have none.
+    /// Goes back: communicators that were there before have the plans of then, the others keep theirs.
     pub fn take_up_again(&mut self) {
         for m in &mut self.moves {
-            if !self.kept.iter().any(|(_, c)| Arc::ptr_eq(&c.0, &m.new.0)) {
-                continue;
-            }
-            // One that was left behind because it hung or had failed may do so again: the rings stay as they are then.
-            let comm = Resource::new_borrow(m.new.1);
-            let info = self.runtime.0.forward.get_comm_info(Some(&m.new.0), comm, true);
-            match info.and_then(|info| m.plane.check_plan(info)) {
-                Ok(plan) => m.plan = Some(plan),
-                Err(why) => tracing::warn!(comm = m.plane.core().id, "the plan of before is not there any more: {why}"),
-            }
+            let before = self.kept.iter().find(|(id, ..)| *id == m.plane.core().id);
+            m.plan = before.map(|(_, _, plan)| plan.clone());
         }
+    }
+
+    /// A digest of what each communicator would go by.
+    pub fn plans(&self) -> Vec<u64> {
+        let digest = |m: &Move| u64::from(m.plane.digest(m.plan.as_ref().unwrap_or(&m.plane.plan())));
+        self.moves.iter().map(digest).collect()
     }
 
     /// Ends the calls that are inside the old plugin: the ranks that wait for them come to the boundary otherwise never.
@@ -174,36 +178,17 @@ impl Candidate {
     /// COMMIT: the table, every communicator's instance, its rings. Gates are closed, doors are shut. Answers the generation,
     /// and what was there before.
     pub fn commit(mut self, exchange: impl Fn(), until: Instant, swap: u64) -> Result<(u64, Parked), String> {
-        self.committed = true;
         let mut kept = Vec::with_capacity(self.moves.len());
         for m in self.moves.drain(..) {
+            let before = m.plane.plan();
             m.plane.set_control(m.new.0, m.new.1);
             if let Some(plan) = m.plan {
                 m.plane.set_plan(plan);
             }
-            kept.push((m.plane.core().id, m.old));
+            kept.push((m.plane.core().id, m.old, before));
             exchange();
         }
         let (generation, old) = self.runtime.0.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
         Ok((generation, Parked { loaded: Loaded::clone(&old), kept, until, swap }))
-    }
-}
-
-impl Drop for Candidate {
-    fn drop(&mut self) {
-        if self.committed {
-            return;
-        }
-        for m in self.moves.drain(..) {
-            let Move { plane, new, old, exported, .. } = m;
-            // First the new one lets go of what it took over.
-            drop(new);
-            if exported
-                && old.0.stopped().is_none()
-                && let Err(why) = lifecycle::resume((&*old.0, old.1))
-            {
-                tracing::warn!(comm = plane.core().id, "the old plugin did not resume: {why}");
-            }
-        }
     }
 }

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use hw_bridge::ballot::{Ballot, Decision};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Kind, Outcome, Request, Status};
+use super::{Kind, LONGEST, Outcome, Request, Status};
 use crate::control::{self, Answer, Question};
 use crate::error::Error;
 use crate::limits::MESSAGE_PATIENCE;
-use crate::message;
+use crate::message::{self, MessageError};
 
 /// What is wanted of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,6 +118,8 @@ fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
             // A name that was shortened may be another's.
             Ok((_, Answer::Status(_))) => {}
             Ok(_) => return Err(refused(tenant, format!("pid {} answered something else than its status", found.pid))),
+            // Another user may call a tenant of his the same.
+            Err(MessageError::Stranger) => {}
             // It has ended meanwhile.
             Err(_) if found.gone() => {}
             Err(e) => {
@@ -209,7 +211,7 @@ fn absolute(file: &Path) -> Result<PathBuf, Error> {
 /// Hears from all participants. One that ends before the decision is a reason to give up at once.
 fn hear(order: &Order, ballot: &Ballot, met: &[(UnixStream, Status)]) -> Vec<Result<Outcome, String>> {
     let mut heard: Vec<Option<Result<Outcome, String>>> = vec![None; met.len()];
-    let until = Instant::now() + order.timeout + order.quiesce * 2 + MESSAGE_PATIENCE;
+    let until = Instant::now() + order.timeout.min(LONGEST) + order.quiesce.min(LONGEST) * 2 + MESSAGE_PATIENCE;
     while heard.iter().any(Option::is_none) {
         let open: Vec<usize> = (0..met.len()).filter(|i| heard[*i].is_none()).collect();
         let mut fds: Vec<PollFd<'_>> =

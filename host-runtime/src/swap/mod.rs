@@ -54,6 +54,9 @@ use crate::nrt::Runtime;
 use crate::nrt::plane::Plane;
 use crate::tenant::lock;
 use candidate::Parked;
+
+/// Longest time-out and probation.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
 pub(crate) use checkpoint::Checkpoint;
 
 /// What is replaced.
@@ -238,6 +241,9 @@ impl Swaps {
         let mut state = lock(&swaps.state);
         if state.closing {
             return Err("the runtime is closing".into());
+        }
+        if [request.timeout, request.quiesce, request.probation].into_iter().any(|t| t > LONGEST) {
+            return Err(format!("a time-out and a probation are at most {LONGEST:?}"));
         }
         if let Some((_, doing)) = &state.current {
             return Err(format!("another swap is under way ({doing}); one at a time"));

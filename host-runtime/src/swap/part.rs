@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::{Ballot, Decision, Phase, Vote};
-use hw_bridge::sequencer::{Closed, Positions};
+use hw_bridge::sequencer::{Closed, Lacking, Positions};
 
 use super::candidate::{Candidate, digest_words};
 use super::doors::{Passing, Shut};
@@ -32,7 +32,17 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
     let _ = crate::message::send(stream, &Answer::Done, &[], Instant::now() + MESSAGE_PATIENCE);
     let traps = runtime.0.tenant.counters.traps();
     let part = Part { runtime: &runtime, request, ballot };
+    /// However the thread ends, the others are not kept waiting, nor the next swap out.
+    struct Ends<'a>(&'a Runtime, &'a Ballot);
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.1.decide(Decision::Abort);
+            lock(&self.0.0.swaps.state).current = None;
+        }
+    }
+    let ends = Ends(&runtime, ballot);
     let outcome = part.run();
+    std::mem::forget(ends);
     let swaps = &runtime.0.swaps;
     let stays = {
         let mut state = lock(&swaps.state);
@@ -252,10 +262,12 @@ impl Part<'_> {
             candidate.end_calls(&format!("a hot swap (--force, number {:x}) ended the call", request.id));
         }
         self.at(Step::Closed)?;
-        let mine: Vec<Positions> = closed.iter().map(|c| c.publish(request.id)).collect();
+        let plans = candidate.plans();
+        let mine: Vec<Positions> = closed.iter().zip(&plans).map(|(c, p)| c.publish(request.id, *p)).collect();
         ballot.ring();
-        // Without rings there are no operations; with a rank that is gone none will succeed.
-        let stands = |i: usize| cores[i].1.rings.is_empty() || cores[i].0.endpoint.ending();
+        // Without rings there are no operations; in a communicator that is broken none will succeed.
+        let stands = |i: usize| cores[i].1.rings.is_empty() || cores[i].0.endpoint.usable().is_err();
+        let mut clash = None;
         let mut boundaries: Vec<Option<Positions>> = vec![None; closed.len()];
         let mut lacking = String::new();
         let mut agreed = || {
@@ -263,13 +275,21 @@ impl Part<'_> {
                 if boundaries[i].is_some() {
                     return true;
                 }
-                match closed[i].boundary(request.id, &mine[i]) {
+                match closed[i].boundary(request.id, &mine[i], plans[i]) {
                     Ok(b) => {
                         closed[i].raise(&b);
                         boundaries[i] = Some(b);
                         true
                     }
-                    Err(peer) => {
+                    Err(Lacking::OtherRings(peer)) => {
+                        let (id, rank) = (cores[i].0.id, cores[i].0.rank);
+                        clash = Some(format!(
+                            "rank {peer} of communicator {id} would go by other rings than rank {rank}: the plugins that they load, or \
+                             the plans that these make, differ; give all the same file"
+                        ));
+                        true
+                    }
+                    Err(Lacking::Silent(peer)) => {
                         let core = &cores[i].0;
                         lacking = format!("rank {peer} of communicator {} did not hold its operations", core.id);
                         stands(i)
@@ -279,6 +299,9 @@ impl Part<'_> {
         };
         let came = ballot.wait(until, QUICK, || self.given_up() || agreed());
         self.goes_on()?;
+        if let Some(why) = clash {
+            return Err(why);
+        }
         if !came {
             return Err(format!("{lacking} within {:?}", request.quiesce));
         }
@@ -310,16 +333,23 @@ impl Part<'_> {
         }
         if shut.entered() != exported && request.plugin.is_some() && !request.stateless {
             candidate.hand_over()?;
+            if candidate.plans() != plans {
+                return Err("the new plugin planned other rings when it was asked again; try again".into());
+            }
         }
+        self.check_peers(&candidate)?;
         self.at(Step::Ready)?;
         self.decide(until)?;
         // From here on nothing fails: the others do it too.
         let _ = self.at(Step::Commit);
         let end = Instant::now() + request.probation;
+        // What its user let go of meanwhile ends when the gates are open.
+        let planes = self.runtime.0.swaps.planes();
         let (generation, parked) = candidate.commit(|| drop(self.at(Step::Exchange)), end, request.id)?;
         drop(closed);
         let pause = began.elapsed();
-        self.runtime.0.swaps.planes().iter().for_each(|p| p.keep_checkpoint());
+        planes.iter().for_each(|p| p.keep_checkpoint());
+        drop(planes);
         let goes = {
             let mut state = lock(&self.runtime.0.swaps.state);
             let goes = state.parked.take();

@@ -104,6 +104,15 @@ impl Lane {
     }
 }
 
+/// Why there is no boundary yet, or at all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lacking {
+    /// This rank has not published.
+    Silent(usize),
+    /// This rank would go by other rings.
+    OtherRings(usize),
+}
+
 /// Gates that are closed, until this is dropped.
 #[derive(Debug)]
 pub struct Closed<'a>(&'a Endpoint);
@@ -136,21 +145,32 @@ impl Endpoint {
 }
 
 impl Closed<'_> {
-    /// Publishes what this rank's lanes have announced, under the number `id` that all ranks use for this closing.
-    pub fn publish(&self, id: u64) -> Positions {
+    /// Publishes what this rank's lanes have announced, under the number `id` that all ranks use for this closing, and a digest of
+    /// the rings that it would go by when the gates open again.
+    pub fn publish(&self, id: u64, rings: u64) -> Positions {
         let mine = std::array::from_fn(|l| self.0.gates[l].announced.load(Ordering::Acquire));
-        self.0.control.set_positions(id, &mine);
+        self.0.control.set_positions(id, &mine, rings);
         mine
     }
 
-    /// The boundary, once all linked ranks have published under `id`; the first rank that has not, otherwise.
+    /// The boundary, once all linked ranks have published under `id`. One that has left or ended announces nothing any more: what
+    /// it has done counts, and what the others still do without it may succeed.
     ///
     /// # Errors
-    /// The rank.
-    pub fn boundary(&self, id: u64, mine: &Positions) -> Result<Positions, usize> {
+    /// [`Lacking`].
+    pub fn boundary(&self, id: u64, mine: &Positions, rings: u64) -> Result<Positions, Lacking> {
         let mut all = *mine;
         for p in self.0.linked_peers() {
-            let theirs = p.control.positions(id).ok_or(p.rank)?;
+            let theirs = match p.control.positions(id) {
+                Some((_, other)) if other != rings => return Err(Lacking::OtherRings(p.rank)),
+                Some((theirs, _)) => theirs,
+                // A lane that this rank has not used has no operation of both.
+                None if !p.control.alive() || p.dead() => {
+                    let done = |l: usize| if mine[l] > 0 { p.control.lane(l).progress() >> 16 } else { 0 };
+                    std::array::from_fn(done)
+                }
+                None => return Err(Lacking::Silent(p.rank)),
+            };
             all.iter_mut().zip(theirs).for_each(|(a, b)| *a = (*a).max(b));
         }
         Ok(all)

@@ -18,7 +18,7 @@ mod run;
 mod schedule;
 
 pub use error::{Absent, OpError};
-pub use gate::{Closed, Positions};
+pub use gate::{Closed, Lacking, Positions};
 pub use memory::LocalMem;
 pub use schedule::{At, BadSchedule, Place, Schedule, Sealed, Step};
 

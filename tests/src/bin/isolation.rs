@@ -1,9 +1,10 @@
 //! What a neighbour does to a tenant's latency: `cargo xtask isolation`.
 //!
 //! The victim is a tenant of two ranks that calls `all_reduce` again and again; each call is timed. It is measured alone, then
-//! beside one neighbour after another: a tenant of two ranks in the same process. A neighbour is a line in [`NEIGHBOURS`].
-//! Nothing is asserted here: times are printed.
+//! beside one neighbour after another: a tenant of two ranks in the same process, or one whose plugin is hostile. A neighbour is
+//! a line in [`NEIGHBOURS`]. Nothing is asserted here: times are printed.
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,8 +14,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::policy::{Rate, Share};
+use host_runtime::policy::{Policy, Rate, Share};
 use host_runtime::{DataType, ReduceOp};
+use tests::zoo::Plugin;
 
 const RANKS: usize = 2;
 /// Tenant numbers.
@@ -33,8 +35,15 @@ struct Neighbour {
     bandwidth: Option<u64>,
     /// Its number; the victim's own puts both into one account, which switches sharing off between them.
     tenant: u64,
+    work: Work,
+}
+
+enum Work {
     /// What its ranks do until they are aborted; bytes done are added up in the second argument.
-    work: fn(Communicator, &AtomicU64) -> Result<()>,
+    Ranks(fn(Communicator, &AtomicU64) -> Result<()>),
+    /// What its plugin does, core WebAssembly text, each time it is asked for an id, which two programs do all the time. It is under
+    /// a policy that grants its control plane half a core.
+    Plugin(&'static str),
 }
 
 const FLOOD: Neighbour = Neighbour {
@@ -43,7 +52,7 @@ const FLOOD: Neighbour = Neighbour {
     weight: 100,
     bandwidth: None,
     tenant: NEIGHBOUR,
-    work: |comm, done| flood(comm, 64 << 20, done),
+    work: Work::Ranks(|comm, done| flood(comm, 64 << 20, done)),
 };
 
 const NEIGHBOURS: &[Neighbour] = &[
@@ -51,13 +60,48 @@ const NEIGHBOURS: &[Neighbour] = &[
     Neighbour {
         name: "flood-16m",
         what: "the same of 16 MiB",
-        work: |comm, done| flood(comm, 16 << 20, done),
+        work: Work::Ranks(|comm, done| flood(comm, 16 << 20, done)),
         ..FLOOD
     },
     Neighbour { name: "flood-light", what: "the flood with weight 25", weight: 25, ..FLOOD },
     Neighbour { name: "flood-heavy", what: "the flood with weight 400", weight: 400, ..FLOOD },
     Neighbour { name: "flood-capped", what: "the flood with a cap of 256 MiB/s", bandwidth: Some(256 << 20), ..FLOOD },
     Neighbour { name: "flood-unshared", what: "the flood with sharing switched off", tenant: VICTIM, ..FLOOD },
+    Neighbour {
+        name: "hostile-loop",
+        what: "a plugin that never comes back from a call",
+        work: Work::Plugin("(loop $again (br $again))"),
+        ..FLOOD
+    },
+    Neighbour {
+        name: "hostile-trap",
+        what: "a plugin that traps at once, and is started again",
+        work: Work::Plugin("unreachable"),
+        ..FLOOD
+    },
+    Neighbour {
+        name: "hostile-log",
+        what: "a plugin that logs without end",
+        work: Work::Plugin(
+            "(loop $again (call $log.write (i32.const 3) (i32.const 65536) (i32.const 100)) (br $again))",
+        ),
+        ..FLOOD
+    },
+    Neighbour {
+        name: "hostile-memory",
+        what: "a plugin that takes all the memory it may have, and touches it",
+        work: Work::Plugin(
+            "(loop $more (br_if $more (i32.ne (memory.grow (i32.const 64)) (i32.const -1))))
+             (memory.fill (i32.const 65536) (i32.const 1) (i32.const 60000000))",
+        ),
+        ..FLOOD
+    },
+    Neighbour {
+        name: "hostile-clock",
+        what: "a plugin that asks the host for the time without end",
+        work: Work::Plugin("(loop $again (drop (call $clock.monotonic-ns)) (br $again))"),
+        ..FLOOD
+    },
 ];
 
 /// Latency of a tenant's operations, alone and beside others.
@@ -117,8 +161,17 @@ fn run(args: &Args) -> Result<()> {
     }
     for n in NEIGHBOURS.iter().filter(wanted) {
         let done = Arc::new(AtomicU64::new(0));
+        if let Work::Plugin(body) = n.work {
+            let programs = Hostile::start(n.name, body)?;
+            for (bytes, alone) in CALLS.iter().zip(&alone) {
+                row(n.name, *bytes, &victim(args, *bytes)?, alone, args.seconds, None);
+            }
+            println!("#   {} calls of it were stopped or failed", programs.end()?);
+            continue;
+        }
+        let Work::Ranks(work) = n.work else { continue };
         let share = Share { weight: n.weight, bandwidth: n.bandwidth.map(Rate), ..Share::default() };
-        let (work, counted) = (n.work, done.clone());
+        let counted = done.clone();
         let (ready, started) = std::sync::mpsc::channel();
         let ended = Arc::new(AtomicBool::new(false));
         let over = ended.clone();
@@ -141,6 +194,53 @@ fn run(args: &Args) -> Result<()> {
         join(ranks).with_context(|| format!("the neighbour {}", n.name))?;
     }
     Ok(())
+}
+
+/// Programs of a tenant whose plugin is hostile.
+struct Hostile {
+    ended: Arc<AtomicBool>,
+    programs: Vec<JoinHandle<Result<u64>>>,
+    folder: PathBuf,
+}
+
+impl Hostile {
+    fn start(name: &str, body: &str) -> Result<Hostile> {
+        let mut plugin = Plugin::lone_rank()?;
+        plugin.body("neuron-get-unique-id", format!("{body} unreachable"));
+        let folder = std::env::temp_dir().join(format!("wccl-isolation-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder)?;
+        std::fs::write(folder.join("plugin.wasm"), plugin.build()?)?;
+        let text = format!(
+            "tenant = \"{name}\"\n[plugins]\ndirectory = {folder:?}\nallow = [{{ file = \"plugin.wasm\" }}]\n\
+             [limits]\ncall = \"200 ms\"\nrestarts = 4000000000\nrestart-pause = \"1 ms\"\n[share]\ncontrol-cpu = 50\n"
+        );
+        let policy = Some(Arc::new(Policy::parse(Path::new("hostile.toml"), &text)?));
+        let ended = Arc::new(AtomicBool::new(false));
+        let programs = (0..RANKS).map(|_| {
+            let (policy, ended) = (policy.clone(), ended.clone());
+            std::thread::spawn(move || {
+                let config = RuntimeConfig { plugin: Some("plugin.wasm".into()), policy, ..RuntimeConfig::default() };
+                let runtime = Runtime::open(config)?;
+                if let Some(e) = runtime.load_error() {
+                    return Err(anyhow!("{}", e.sentinel));
+                }
+                let mut stopped = 0;
+                while !ended.load(Ordering::Acquire) {
+                    stopped += u64::from(runtime.unique_id(1).is_err());
+                }
+                Ok(stopped)
+            })
+        });
+        Ok(Hostile { programs: programs.collect(), ended, folder })
+    }
+
+    /// Answers how many calls did not come back in good order.
+    fn end(self) -> Result<u64> {
+        self.ended.store(true, Ordering::Release);
+        let stopped = join(self.programs)?.iter().sum();
+        std::fs::remove_dir_all(&self.folder)?;
+        Ok(stopped)
+    }
 }
 
 /// One tenant of [`RANKS`] threads.
