@@ -1,8 +1,10 @@
 //! Files and addresses that a plugin was not given.
 
+use std::path::Path;
+
 use tests::zoo::{Plugin, REPLY, SCRATCH, TRANSPORT};
 
-use crate::zoo::{Animal, Group, animal, at_once, opened, said};
+use crate::zoo::{Animal, Cage, Group, animal, at_once, gives_up, opened, said};
 
 fn refused(cause: &str) -> String {
     format!("neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): {cause}")
@@ -14,6 +16,16 @@ fn file(what: &str, name: &'static str) -> Animal {
         let name = p.text(name);
         format!("(call $files.read {name} (i32.const {REPLY}))")
     })
+}
+
+/// Reads the file that it was given.
+fn reads(cage: &Cage, given: &Path) -> anyhow::Result<String> {
+    let mut p = Plugin::lone_rank()?;
+    let name = p.text("NCCL_TOPO_FILE");
+    p.body("neuron-get-unique-id", format!("(call $files.read {name} (i32.const {REPLY})) {}", gives_up()));
+    let mut c = cage.config(&p)?;
+    c.vars.insert("NCCL_TOPO_FILE".into(), given.display().to_string());
+    said(opened(c)?.unique_id(1))
 }
 
 fn address(what: &str, cause: &str, call: &'static str, store: &'static str) -> Animal {
@@ -44,33 +56,15 @@ pub fn group() -> Group {
             "a file that was given, and is a link to one that was not",
             "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file …/topology.xml, named by NCCL_TOPO_FILE, cannot be read: a path led outside of the filesystem",
             |cage| {
-                let mut p = Plugin::lone_rank()?;
-                let name = p.text("NCCL_TOPO_FILE");
-                p.body(
-                    "neuron-get-unique-id",
-                    format!("(call $files.read {name} (i32.const {REPLY})) {}", crate::zoo::gives_up()),
-                );
-                let mut c = cage.config(&p)?;
                 let link = cage.put("x", b"")?.with_file_name("topology.xml");
                 std::os::unix::fs::symlink("/etc/passwd", &link)?;
-                c.vars.insert("NCCL_TOPO_FILE".into(), link.display().to_string());
-                said(opened(c)?.unique_id(1))
+                reads(cage, &link)
             },
         ),
         animal(
             "a file that was given, and is a device without an end",
             "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file /dev/zero, named by NCCL_TOPO_FILE, cannot be read: invalid input parameter",
-            |cage| {
-                let mut p = Plugin::lone_rank()?;
-                let name = p.text("NCCL_TOPO_FILE");
-                p.body(
-                    "neuron-get-unique-id",
-                    format!("(call $files.read {name} (i32.const {REPLY})) {}", crate::zoo::gives_up()),
-                );
-                let mut c = cage.config(&p)?;
-                c.vars.insert("NCCL_TOPO_FILE".into(), "/dev/zero".into());
-                said(opened(c)?.unique_id(1))
-            },
+            |cage| reads(cage, Path::new("/dev/zero")),
         ),
         address(
             "an address of another family",

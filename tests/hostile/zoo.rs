@@ -11,6 +11,7 @@ use host_runtime::error::Error;
 use host_runtime::limits::Limits;
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::policy::Policy;
+use tests::sentence::fits;
 use tests::zoo::{ANSWER, Plugin};
 
 use crate::victim::victim;
@@ -214,28 +215,6 @@ pub fn run(group: &Group) {
         }
     }
     assert!(wrong.is_empty(), "{}:\n{wrong}", group.title);
-}
-
-/// Whether `text` is `pattern`, in which each `…` stands for anything.
-fn fits(pattern: &str, text: &str) -> bool {
-    let parts: Vec<&str> = pattern.split('…').collect();
-    let (first, last) = (parts[0], parts[parts.len() - 1]);
-    if parts.len() == 1 {
-        return text == pattern;
-    }
-    let Some(mut rest) = text.strip_prefix(first) else { return false };
-    for part in &parts[1..parts.len() - 1] {
-        let Some(at) = rest.find(part) else { return false };
-        rest = &rest[at + part.len()..];
-    }
-    rest.ends_with(last)
-}
-
-#[test]
-fn a_pattern_fits_what_it_should_and_nothing_else() {
-    assert!(fits("a", "a") && !fits("a", "ab") && !fits("a", ""));
-    assert!(fits("a…b…c", "a-b-c") && !fits("a…b…c", "a-c"));
-    assert!(!fits("ab…ba", "aba"), "the two ends must not overlap");
 }
 
 const HEAD: &str = "\

@@ -6,6 +6,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use host_runtime::nrt::{Runtime, RuntimeConfig};
+pub use tests::sentence::fits;
 use tracing::field::{Field, Visit};
 
 /// A folder of its own, gone when dropped.
@@ -69,33 +70,9 @@ pub fn sentinel(rt: &Runtime) -> String {
     rt.load_error().expect("the plugin should have been refused").sentinel
 }
 
-/// Whether `text` is `pattern`, in which each `…` stands for anything.
-pub fn fits(pattern: &str, text: &str) -> bool {
-    let parts: Vec<&str> = pattern.split('…').collect();
-    let (first, last) = (parts[0], parts[parts.len() - 1]);
-    if parts.len() == 1 {
-        return text == pattern;
-    }
-    let Some(mut rest) = text.strip_prefix(first) else { return false };
-    for part in &parts[1..parts.len() - 1] {
-        let Some(at) = rest.find(part) else { return false };
-        rest = &rest[at + part.len()..];
-    }
-    rest.ends_with(last)
-}
-
 #[track_caller]
 pub fn assert_fits(pattern: &str, text: &str) {
     assert!(fits(pattern, text), "\nexpected: {pattern}\nbut was:  {text}");
-}
-
-#[test]
-fn a_pattern_fits_what_it_should_and_nothing_else() {
-    assert!(fits("a", "a") && !fits("a", "ab") && !fits("a", ""));
-    assert!(fits("a…", "abc") && !fits("a…", "ba"));
-    assert!(fits("…c", "abc") && !fits("…c", "abcd"));
-    assert!(fits("a…b…c", "a-b-c") && !fits("a…b…c", "a-c"));
-    assert!(!fits("ab…ba", "aba"), "the two ends must not overlap");
 }
 
 thread_local! {
