@@ -12,6 +12,7 @@ use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower}
 
 use super::engine::Ticking;
 use super::supervisor::Refusal;
+use super::throttle::Working;
 use super::{HostState, Library};
 use crate::error::Error;
 use crate::limits::GUEST_STACK;
@@ -70,7 +71,7 @@ impl std::fmt::Debug for Inner {
 pub type Stop = String;
 
 /// Holds the instance entered; leaves it when dropped.
-struct Entered<'a>(&'a Instance, #[allow(dead_code)] Ticking);
+struct Entered<'a>(&'a Instance, #[allow(dead_code)] (Ticking, Working<'a>));
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
@@ -122,6 +123,8 @@ impl Instance {
         state: HostState,
     ) -> Result<(Store<HostState>, wasmtime::component::Instance), String> {
         let engine = super::engine::engine()?;
+        let tenant = state.tenant.clone();
+        let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
         store.data_mut().begin_call(None);
         let span = store.data().span.clone();
@@ -218,7 +221,7 @@ impl Instance {
         *busy = true;
         drop(busy);
         ON_STACK.with_borrow_mut(|s| s.push(self.key()));
-        Ok(Entered(self, Ticking::start()))
+        Ok(Entered(self, (Ticking::start(), Working::on(self.tenant.cpu.as_ref()))))
     }
 
     pub(crate) fn stop_error(&self, entry: &'static str, cause: String, causes: Vec<String>) -> Error {

@@ -114,6 +114,7 @@ impl HostState {
                 CallHook::CallingWasm => {
                     let s = ctx.data_mut();
                     s.tenant.counters.entering();
+                    s.pay();
                     s.throttle();
                     s.entered = Instant::now();
                 }
@@ -124,7 +125,7 @@ impl HostState {
                     s.throttle();
                     s.within_budget()?;
                 }
-                // Time inside a host function does not count as the guest's.
+                // Time inside a host function does not count for the call's bound; it does for the tenant's share of a core.
                 CallHook::ReturningFromHost => {
                     ctx.data_mut().entered = Instant::now();
                     ctx.set_epoch_deadline(1);
@@ -151,8 +152,12 @@ impl HostState {
         let used = now.saturating_duration_since(self.entered);
         self.spent += used;
         self.entered = now;
+        self.pay();
+    }
+
+    fn pay(&mut self) {
         if let Some(cpu) = &self.tenant.cpu {
-            self.owed = cpu.take(used, now);
+            self.owed = cpu.charge();
         }
     }
 

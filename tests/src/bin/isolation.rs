@@ -16,6 +16,7 @@ use clap::Parser;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::policy::{Policy, Rate, Share};
 use host_runtime::{DataType, ReduceOp};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tests::zoo::Plugin;
 
 const RANKS: usize = 2;
@@ -42,7 +43,7 @@ enum Work {
     /// What its ranks do until they are aborted; bytes done are added up in the second argument.
     Ranks(fn(Communicator, &AtomicU64) -> Result<()>),
     /// What its plugin does, core WebAssembly text, each time it is asked for an id, which two programs do all the time. It is under
-    /// a policy that grants its control plane half a core.
+    /// a policy that grants its control plane a part of a core.
     Plugin(&'static str),
 }
 
@@ -117,6 +118,12 @@ struct Args {
     /// How long the victim computes between two calls, microseconds
     #[arg(long, value_name = "US", default_value_t = 0)]
     gap: u64,
+    /// What a hostile tenant's plugins may use of a core, per cent
+    #[arg(long, value_name = "PERCENT", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=100))]
+    control_cpu: u32,
+    /// Leave it to the kernel where the victim's ranks run, instead of a core for each
+    #[arg(long)]
+    unbound: bool,
     /// Print the neighbours and end
     #[arg(long)]
     list: bool,
@@ -162,7 +169,7 @@ fn run(args: &Args) -> Result<()> {
     for n in NEIGHBOURS.iter().filter(wanted) {
         let done = Arc::new(AtomicU64::new(0));
         if let Work::Plugin(body) = n.work {
-            let programs = Hostile::start(n.name, body)?;
+            let programs = Hostile::start(n.name, body, args.control_cpu)?;
             for (bytes, alone) in CALLS.iter().zip(&alone) {
                 row(n.name, *bytes, &victim(args, *bytes)?, alone, args.seconds, None);
             }
@@ -204,7 +211,7 @@ struct Hostile {
 }
 
 impl Hostile {
-    fn start(name: &str, body: &str) -> Result<Hostile> {
+    fn start(name: &str, body: &str, control_cpu: u32) -> Result<Hostile> {
         let mut plugin = Plugin::lone_rank()?;
         plugin.body("neuron-get-unique-id", format!("{body} unreachable"));
         let folder = std::env::temp_dir().join(format!("wccl-isolation-{}-{name}", std::process::id()));
@@ -212,7 +219,7 @@ impl Hostile {
         std::fs::write(folder.join("plugin.wasm"), plugin.build()?)?;
         let text = format!(
             "tenant = \"{name}\"\n[plugins]\ndirectory = {folder:?}\nallow = [{{ file = \"plugin.wasm\" }}]\n\
-             [limits]\ncall = \"200 ms\"\nrestarts = 4000000000\nrestart-pause = \"1 ms\"\n[share]\ncontrol-cpu = 50\n"
+             [limits]\ncall = \"200 ms\"\nrestarts = 4000000000\nrestart-pause = \"1 ms\"\n[share]\ncontrol-cpu = {control_cpu}\n"
         );
         let policy = Some(Arc::new(Policy::parse(Path::new("hostile.toml"), &text)?));
         let ended = Arc::new(AtomicBool::new(false));
@@ -286,7 +293,11 @@ fn victim(args: &Args, bytes: usize) -> Result<Vec<u32>> {
     let (gap, length) = (Duration::from_micros(args.gap), Duration::from_secs_f64(args.seconds));
     // The number of the last call. Rank 0 sets it before it enters that call, so that the others know it when they leave it.
     let last = Arc::new(AtomicU64::new(u64::MAX));
+    let bound = !args.unbound;
     let ranks = group("victim", VICTIM, Share::default(), move |mut comm| {
+        if bound {
+            bind(comm.rank())?;
+        }
         let data = comm.tensor(bytes as u64)?;
         let warm_up = if bytes > 1 << 20 { 10 } else { 1000 };
         for _ in 0..warm_up {
@@ -314,6 +325,16 @@ fn victim(args: &Args, bytes: usize) -> Result<Vec<u32>> {
     let mut times = join(ranks).context("the victim")?.swap_remove(0);
     times.sort_unstable();
     Ok(times)
+}
+
+/// Binds this thread to the core of its rank, as the launcher binds processes: the kernel leaves two ranks on one core for
+/// many milliseconds after a third thread has pushed one off.
+fn bind(rank: usize) -> Result<()> {
+    let allowed = sched_getaffinity(None)?;
+    let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|c| allowed.is_set(*c)).collect();
+    let mut mine = CpuSet::new();
+    mine.set(cores[rank % cores.len()]);
+    Ok(sched_setaffinity(None, &mine)?)
 }
 
 /// Reduces `bytes` again and again.
