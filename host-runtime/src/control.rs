@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::Ballot;
 use hw_bridge::credentials;
+use hw_bridge::dial::dial;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::net::SocketAddrUnix;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
@@ -159,7 +161,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
 /// Answers one question of a visitor; answers the visitor, unless it went, or a swap's thread speaks with it from here on.
 fn answer(stream: UnixStream, runtime: &Weak<crate::nrt::Inner>) -> Option<UnixStream> {
     let until = Instant::now() + MESSAGE_PATIENCE;
-    let (question, mut fds) = message::receive::<Question>(&stream, until).ok()?;
+    let (question, mut fds) = message::receive::<Question>(&stream, 1, until).ok()?;
     let runtime = runtime.upgrade().map(Runtime)?;
     let answer = match question {
         Question::Status => Answer::Status(Swaps::status(&runtime)),
@@ -222,7 +224,8 @@ pub fn find(tenant: &str) -> Result<Vec<Found>, Error> {
 /// # Errors
 /// [`MessageError`].
 pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(UnixStream, Answer), MessageError> {
-    let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(&to.name)?)?;
+    let at = SocketAddrUnix::new_abstract_name(to.name.as_bytes()).map_err(std::io::Error::from)?;
+    let stream = dial(&at, None, Instant::now() + MESSAGE_PATIENCE).map_err(std::io::Error::from)?;
     // Root asks whom it likes.
     if !rustix::process::geteuid().is_root() && !credentials::same_user(&credentials::of_peer(&stream)?) {
         return Err(MessageError::Stranger);
@@ -238,5 +241,5 @@ pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(U
 pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<Answer, MessageError> {
     let until = Instant::now() + MESSAGE_PATIENCE;
     message::send(stream, question, fds, until)?;
-    message::receive(stream, until).map(|(answer, _)| answer)
+    message::receive(stream, 0, until).map(|(answer, _)| answer)
 }

@@ -114,8 +114,10 @@ pub struct Limits {
     pub communicators: usize,
     /// Background tasks alive.
     pub tasks: usize,
-    /// Bootstrap sockets of one instance.
+    /// Bootstrap sockets, of all instances together.
     pub sockets: usize,
+    /// Names published on this machine, of all instances together.
+    pub names: usize,
     /// Other host objects of one instance.
     pub objects: usize,
     /// Log lines of one instance in a second.
@@ -142,6 +144,7 @@ impl Default for Limits {
             communicators: 256,
             tasks: 64,
             sockets: 4096,
+            names: 256,
             objects: 65_536,
             log_rate: 2000,
             restarts: 5,

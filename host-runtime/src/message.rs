@@ -98,20 +98,24 @@ pub fn send<T: Serialize>(
     Ok(())
 }
 
-/// Receives one value, with the descriptors that came with it, before `until`.
+/// Receives one value, with at most `most` descriptors beside it, before `until`.
 ///
 /// # Errors
-/// [`MessageError`]; after one the stream must be closed, but for [`MessageError::Late`] before the first byte.
-pub fn receive<T: DeserializeOwned>(stream: &UnixStream, until: Instant) -> Result<(T, Vec<OwnedFd>), MessageError> {
+/// [`MessageError`]; whatever descriptors came are closed. After one the stream must be closed, but for [`MessageError::Late`] before the first byte.
+pub fn receive<T: DeserializeOwned>(
+    stream: &UnixStream,
+    most: usize,
+    until: Instant,
+) -> Result<(T, Vec<OwnedFd>), MessageError> {
     let mut fds = Vec::new();
     let mut head = [0; 4];
-    fill(stream, &mut head, &mut fds, until)?;
+    fill(stream, &mut head, &mut fds, most, until)?;
     let len = u32::from_le_bytes(head) as usize;
     if len > MAX_MESSAGE_BYTES {
         return Err(MessageError::Malformed(format!("it says that it has {len} bytes")));
     }
     let mut body = vec![0; len];
-    fill(stream, &mut body, &mut fds, until)?;
+    fill(stream, &mut body, &mut fds, most, until)?;
     Ok((parse(&body)?, fds))
 }
 
@@ -127,7 +131,13 @@ pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, MessageError> {
     }
 }
 
-fn fill(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>, until: Instant) -> Result<(), MessageError> {
+fn fill(
+    stream: &UnixStream,
+    bytes: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+    most: usize,
+    until: Instant,
+) -> Result<(), MessageError> {
     let began = Instant::now();
     let mut got = 0;
     while got < bytes.len() {
@@ -150,8 +160,9 @@ fn fill(stream: &UnixStream, bytes: &mut [u8], fds: &mut Vec<OwnedFd>, until: In
                 fds.extend(came);
             }
         }
-        if fds.len() > MAX_MESSAGE_FDS {
-            return Err(MessageError::Malformed("more descriptors than one message may have".into()));
+        // The kernel has closed what did not fit beside it.
+        if fds.len() > most {
+            return Err(MessageError::Malformed(format!("{} descriptors came with it, {most} may", fds.len())));
         }
     }
     Ok(())
@@ -175,9 +186,9 @@ mod tests {
             send(&a, &("word".to_string(), long), &[far.as_fd()], soon()).unwrap();
             send(&a, &1u32, &[], soon()).unwrap();
         });
-        let ((word, bytes), mut fds) = receive::<(String, Vec<u8>)>(&b, soon()).unwrap();
+        let ((word, bytes), mut fds) = receive::<(String, Vec<u8>)>(&b, 1, soon()).unwrap();
         assert_eq!((word.as_str(), bytes.len(), fds.len()), ("word", 1 << 20, 1));
-        let (next, none) = receive::<u32>(&b, soon()).unwrap();
+        let (next, none) = receive::<u32>(&b, 1, soon()).unwrap();
         assert_eq!((next, none.len()), (1, 0));
         sender.join().unwrap();
         UnixStream::from(fds.remove(0)).write_all(b"through").unwrap();
@@ -189,16 +200,30 @@ mod tests {
     #[test]
     fn what_is_no_message_is_refused_and_silence_ends() {
         let (mut a, b) = UnixStream::pair().unwrap();
-        let e = receive::<u32>(&b, Instant::now() + Duration::from_millis(20)).unwrap_err();
+        let e = receive::<u32>(&b, 0, Instant::now() + Duration::from_millis(20)).unwrap_err();
         assert!(matches!(e, MessageError::Late(_)), "{e}");
         a.write_all(&u32::MAX.to_le_bytes()).unwrap();
-        let e = receive::<u32>(&b, soon()).unwrap_err().to_string();
+        let e = receive::<u32>(&b, 0, soon()).unwrap_err().to_string();
         assert!(e.contains("says that it has 4294967295 bytes"), "{e}");
         assert!(parse::<u32>(&[1, 2]).unwrap_err().to_string().contains("1 bytes too many"));
         assert!(parse::<(u32, String)>(&[1, 200]).is_err());
         drop(a);
-        assert!(matches!(receive::<u32>(&b, soon()), Err(MessageError::Closed)));
+        assert!(matches!(receive::<u32>(&b, 0, soon()), Err(MessageError::Closed)));
         assert!(matches!(send(&b, &1u32, &[], soon()), Err(MessageError::Closed)));
+    }
+
+    #[test]
+    fn descriptors_that_nobody_asked_for_are_an_error_and_closed() {
+        for (sent, most) in [(1, 0), (3, 2), (MAX_MESSAGE_FDS, 1)] {
+            let (a, b) = UnixStream::pair().unwrap();
+            let (mut near, far) = UnixStream::pair().unwrap();
+            send(&a, &1u32, &vec![far.as_fd(); sent], soon()).unwrap();
+            drop(far);
+            let e = receive::<u32>(&b, most, soon()).unwrap_err().to_string();
+            assert!(e.contains(&format!("{sent} descriptors came with it, {most} may")), "{e}");
+            near.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+            assert_eq!(near.read(&mut [0]).unwrap(), 0, "one of {sent} is still open");
+        }
     }
 
     #[test]

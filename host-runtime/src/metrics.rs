@@ -9,11 +9,13 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::error::Error;
+use crate::hw::own::Own;
 use crate::limits::{HTTP_WAIT, MAX_HTTP_HEAD};
 use crate::nrt::Runtime;
 use crate::plugin::supervisor::Standing;
@@ -38,7 +40,7 @@ pub struct Usage {
 }
 
 /// Name, type and meaning of what is reported.
-pub const FAMILIES: [(&str, &str, &str); 11] = [
+pub const FAMILIES: [(&str, &str, &str); 15] = [
     ("wccl_component_calls_total", "counter", "Crossings between host and plugin, both ways"),
     ("wccl_host_calls_total", "counter", "Of these, from a plugin to the host"),
     ("wccl_entries_total", "counter", "Library entries called"),
@@ -46,6 +48,10 @@ pub const FAMILIES: [(&str, &str, &str); 11] = [
     ("wccl_tasks_total", "counter", "Background tasks started"),
     ("wccl_tasks", "gauge", "Background tasks alive"),
     ("wccl_communicators", "gauge", "Communicators alive, one a rank"),
+    ("wccl_instances", "gauge", "Instances of plugins alive"),
+    ("wccl_instance_memory_bytes", "gauge", "Linear memory of these"),
+    ("wccl_sockets", "gauge", "Bootstrap sockets open"),
+    ("wccl_published_names", "gauge", "Names published on this machine"),
     ("wccl_operations_total", "counter", "Operations that ranks completed"),
     ("wccl_moved_bytes_total", "counter", "Bytes that ranks copied or read for reductions"),
     ("wccl_waits_total", "counter", "Waits of ranks that did not find their condition at once"),
@@ -69,6 +75,10 @@ impl Usage {
                 counters.tasks(),
                 tenant.tasks_alive() as u64,
                 tenant.communicators() as u64,
+                tenant.instances.alive() as u64,
+                tenant.memory.load(Ordering::Relaxed) as u64,
+                tenant.sockets.alive() as u64,
+                tenant.names.alive() as u64,
                 moved.ops,
                 moved.copied.wrapping_add(moved.reduced),
                 moved.waits,
@@ -84,50 +94,63 @@ impl Usage {
     }
 }
 
-/// A label's value, escaped.
-fn label(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+/// Labels as they stand behind a name: `tenant="red",plugin="nccom.wasm"`.
+fn labels(all: &[(&str, &str)]) -> String {
+    let escaped = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    all.iter().map(|(name, value)| format!("{name}=\"{}\"", escaped(value))).collect::<Vec<_>>().join(",")
+}
+
+/// One family: name, type and meaning, then a line for each of its labels and values.
+fn family(out: &mut String, head: (&str, &str, &str), lines: impl Iterator<Item = (String, u64)>) {
+    let (name, kind, meaning) = head;
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "# HELP {name} {meaning}.\n# TYPE {name} {kind}");
+    for (labels, value) in lines {
+        let _ = writeln!(out, "{name}{{{labels}}} {value}");
+    }
 }
 
 /// The text of one answer.
 pub fn text(all: &[Usage]) -> String {
     let mut out = String::new();
-    let family = |out: &mut String, name: &str, kind: &str, meaning: &str| {
-        // Writing to a string cannot fail.
-        let _ = writeln!(out, "# HELP {name} {meaning}.\n# TYPE {name} {kind}");
+    for (i, head) in FAMILIES.into_iter().enumerate() {
+        let line = |u: &Usage| {
+            let of = [("tenant", &*u.tenant), ("plugin", &*u.plugin), ("version", &*u.version)];
+            (labels(&of), u.values[i])
+        };
+        family(&mut out, head, all.iter().map(line));
+    }
+    let refusals = all.iter().flat_map(|u| {
+        u.refusals.iter().map(|(limit, value)| (labels(&[("tenant", &u.tenant), ("limit", limit)]), *value))
+    });
+    family(
+        &mut out,
+        ("wccl_refusals_total", "counter", "Requests of plugins that a limit refused, by the policy's key"),
+        refusals,
+    );
+    let swaps = all.iter().flat_map(|u| {
+        let outcomes = ["committed", "refused", "rolled-back"].into_iter().zip(u.swaps);
+        outcomes.map(|(outcome, value)| (labels(&[("tenant", &u.tenant), ("outcome", outcome)]), value))
+    });
+    family(&mut out, ("wccl_swaps_total", "counter", "Hot swaps, by outcome"), swaps);
+    let stopped = |value: fn(&Standing) -> u64| {
+        all.iter().flat_map(move |u| {
+            u.stopped.iter().map(move |p| {
+                let of = [("tenant", &*u.tenant), ("plugin", &*p.name), ("digest", &*p.digest)];
+                (labels(&of), value(p))
+            })
+        })
     };
-    for (i, (name, kind, meaning)) in FAMILIES.iter().enumerate() {
-        family(&mut out, name, kind, meaning);
-        for u in all {
-            let (tenant, plugin, version) = (label(&u.tenant), label(&u.plugin), label(&u.version));
-            let value = u.values[i];
-            let _ = writeln!(out, "{name}{{tenant=\"{tenant}\",plugin=\"{plugin}\",version=\"{version}\"}} {value}");
-        }
-    }
-    family(&mut out, "wccl_refusals_total", "counter", "Requests of plugins that a limit refused, by the policy's key");
-    for u in all {
-        for (limit, value) in &u.refusals {
-            let _ = writeln!(out, "wccl_refusals_total{{tenant=\"{}\",limit=\"{limit}\"}} {value}", label(&u.tenant));
-        }
-    }
-    family(&mut out, "wccl_swaps_total", "counter", "Hot swaps, by outcome");
-    for u in all {
-        for (outcome, value) in ["committed", "refused", "rolled-back"].iter().zip(u.swaps) {
-            let _ = writeln!(out, "wccl_swaps_total{{tenant=\"{}\",outcome=\"{outcome}\"}} {value}", label(&u.tenant));
-        }
-    }
-    family(&mut out, "wccl_plugin_restarts_total", "counter", "Instances made in the place of one that had stopped");
-    for (u, p) in all.iter().flat_map(|u| u.stopped.iter().map(move |p| (u, p))) {
-        let (tenant, plugin, digest) = (label(&u.tenant), label(&p.name), &p.digest);
-        let labels = format!("tenant=\"{tenant}\",plugin=\"{plugin}\",digest=\"{digest}\"");
-        let _ = writeln!(out, "wccl_plugin_restarts_total{{{labels}}} {}", p.restarts);
-    }
-    family(&mut out, "wccl_plugin_quarantined", "gauge", "Whether no further instance of the plugin is made");
-    for (u, p) in all.iter().flat_map(|u| u.stopped.iter().map(move |p| (u, p))) {
-        let (tenant, plugin, digest) = (label(&u.tenant), label(&p.name), &p.digest);
-        let labels = format!("tenant=\"{tenant}\",plugin=\"{plugin}\",digest=\"{digest}\"");
-        let _ = writeln!(out, "wccl_plugin_quarantined{{{labels}}} {}", u8::from(p.quarantined));
-    }
+    family(
+        &mut out,
+        ("wccl_plugin_restarts_total", "counter", "Instances made in the place of one that had stopped"),
+        stopped(|p| u64::from(p.restarts)),
+    );
+    family(
+        &mut out,
+        ("wccl_plugin_quarantined", "gauge", "Whether no further instance of the plugin is made"),
+        stopped(|p| u64::from(p.quarantined)),
+    );
     out
 }
 
@@ -207,6 +230,8 @@ pub struct MetricsServer {
     stop: OwnedFd,
     thread: Option<std::thread::JoinHandle<()>>,
     address: Option<SocketAddr>,
+    /// No plugin may connect to it.
+    _own: Option<Own>,
 }
 
 impl MetricsServer {
@@ -272,7 +297,7 @@ impl MetricsServer {
             }
         };
         let thread = std::thread::Builder::new().name("wccl-metrics".into()).spawn(serve)?;
-        Ok(MetricsServer { stop, thread: Some(thread), address })
+        Ok(MetricsServer { stop, thread: Some(thread), address, _own: address.map(Own::new) })
     }
 
     /// Where it listens, if by TCP.

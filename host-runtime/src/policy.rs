@@ -400,6 +400,7 @@ struct WrittenLimits {
     call_in_all: Option<Span>,
     communicators: Option<usize>,
     connections: Option<usize>,
+    names: Option<usize>,
     objects: Option<usize>,
     tasks: Option<usize>,
     log_lines: Option<u32>,
@@ -526,6 +527,7 @@ impl Policy {
             wall: l.call_in_all.map_or(d.wall, |s| s.0),
             communicators: l.communicators.unwrap_or(d.communicators),
             sockets: l.connections.unwrap_or(d.sockets),
+            names: l.names.unwrap_or(d.names),
             objects: l.objects.unwrap_or(d.objects),
             tasks: l.tasks.unwrap_or(d.tasks),
             log_rate: l.log_lines.unwrap_or(d.log_rate),
@@ -602,14 +604,15 @@ impl fmt::Display for Policy {
         let state = Bytes(l.state as u64);
         writeln!(
             f,
-            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks",
-            l.communicators, l.tasks
+            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks, {} connections and {} \
+             published names in all",
+            l.communicators, l.tasks, l.sockets, l.names
         )?;
         let memory = Bytes(l.memory as u64);
         writeln!(
             f,
-            "  each instance: {memory} of memory, tables of {} elements, {} connections, {} host objects, {} log lines a second",
-            l.table, l.sockets, l.objects, l.log_rate
+            "  each instance: {memory} of memory, tables of {} elements, {} host objects, {} log lines a second",
+            l.table, l.objects, l.log_rate
         )?;
         writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
         writeln!(

@@ -12,6 +12,7 @@ use hw_bridge::device::{DeviceModel, IdMapSet};
 use hw_bridge::flight;
 use hw_bridge::hbm::{Hbm, HbmBuf, HbmError};
 use hw_bridge::links::LinkServer;
+use hw_bridge::log_rate::LogRate;
 use hw_bridge::segment::Segment;
 use hw_bridge::share::{Market, Share, Terms};
 
@@ -113,6 +114,39 @@ impl Counters {
     }
 }
 
+/// How many of something a tenant has, in all its instances together. Clones are one count.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Quota(Arc<AtomicUsize>);
+
+/// One of them, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Counted(Quota);
+
+impl Quota {
+    /// Counts one more, unless there are `most` already.
+    pub(crate) fn take(&self, most: usize) -> Option<Counted> {
+        let more = |n| (n < most).then_some(n + 1);
+        self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Counted(self.clone()))
+    }
+
+    /// Counts one more, however many there are.
+    pub(crate) fn count(&self) -> Counted {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Counted(self.clone())
+    }
+
+    /// How many there are now.
+    pub(crate) fn alive(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// A tenant runtime: "process" in the original's rules means one of these.
 #[derive(Debug)]
 pub struct Tenant {
@@ -143,7 +177,17 @@ pub struct Tenant {
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
     pub(crate) tasks: Mutex<Tasks>,
-    pub(crate) resolving: Arc<AtomicUsize>,
+    /// Instances of its plugins, and bytes of their linear memory.
+    pub(crate) instances: Quota,
+    pub(crate) memory: AtomicUsize,
+    /// Lines of the host's about its plugins.
+    log_rate: LogRate,
+    /// Host names being looked up.
+    pub(crate) resolving: Quota,
+    /// Bootstrap sockets, those that wait for a successor included.
+    pub(crate) sockets: Quota,
+    /// Names published on this machine; each has a socket and a thread.
+    pub(crate) names: Quota,
     pub(crate) maps: Mutex<IdMapSet>,
     hbm: Mutex<HashMap<i32, Weak<Hbm>>>,
     hbm_bytes: u64,
@@ -185,6 +229,7 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 impl Tenant {
     /// The tenant that `config` describes, on that device.
     pub(crate) fn new(config: &RuntimeConfig, device: Arc<DeviceModel>) -> Result<Arc<Tenant>, Error> {
+        crate::hw::system::own_cpus();
         // The sentence of a link error names the limit behind it.
         let links = LinkServer::start()
             .map_err(|e| Error::Limit(format!("the link server of this process cannot be opened: {e}")))?;
@@ -212,7 +257,12 @@ impl Tenant {
             links,
             net: Mutex::default(),
             tasks: Mutex::default(),
-            resolving: Arc::default(),
+            instances: Quota::default(),
+            memory: AtomicUsize::new(0),
+            log_rate: LogRate::default(),
+            resolving: Quota::default(),
+            sockets: Quota::default(),
+            names: Quota::default(),
             maps: Mutex::new(IdMapSet::new(device)),
             hbm: Mutex::default(),
             hbm_bytes: config.hbm_bytes,
@@ -225,6 +275,25 @@ impl Tenant {
     pub(crate) fn refuse(&self, limit: &'static str, asked: &str, grants: impl Display) -> String {
         self.counters.refused(limit);
         format!("tenant {} {asked}; {limit} grants {grants}", self.name)
+    }
+
+    /// Whether the host may log one more line that the tenant's plugins have caused, in whichever instance or task.
+    pub(crate) fn may_log(&self) -> bool {
+        self.within_rate(&self.log_rate)
+    }
+
+    /// Whether one more line is within the tenant's rate in `rate`; what is not is counted as refused.
+    pub(crate) fn within_rate(&self, rate: &LogRate) -> bool {
+        let within = rate.admits(self.limits.log_rate, |n| self.tell_dropped_lines(n));
+        if !within {
+            self.counters.refused("limits.log-lines");
+        }
+        within
+    }
+
+    pub(crate) fn tell_dropped_lines(&self, n: u32) {
+        let (tenant, rate) = (&self.name, self.limits.log_rate);
+        tracing::warn!(%tenant, "{n} log lines of a plugin were dropped; limits.log-lines grants {rate} a second");
     }
 
     /// Refuses a logical core that the policy does not grant.

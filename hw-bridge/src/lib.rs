@@ -10,7 +10,8 @@
 //! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
 //! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
-//! | [`credentials`] | who is behind a unix socket |
+//! | [`credentials`], [`mod@dial`] | who is behind a unix socket; connecting to one |
+//! | [`log_rate`] | lines of the log that others can cause, within a rate |
 //! | [`foreign`] | reading the private memory of a peer |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
@@ -29,6 +30,7 @@
 pub mod ballot;
 pub mod credentials;
 pub mod device;
+pub mod dial;
 pub mod dtype;
 pub mod exhausted;
 pub mod flight;
@@ -37,6 +39,7 @@ pub mod fork;
 pub mod hbm;
 pub mod limits;
 pub mod links;
+pub mod log_rate;
 pub mod peers;
 pub mod proxy;
 pub mod reduce;

@@ -61,5 +61,7 @@ pub const MAX_STEPS: u64 = 0xFFFE;
 pub const NAP: Duration = Duration::from_millis(10);
 /// How long the owner of a region waits for a peer that connected to say what it wants.
 pub const LINK_HELLO: Duration = Duration::from_secs(2);
+/// Lines a second that a socket's refusals may log: whoever finds the socket can cause one.
+pub const REFUSALS_LOGGED: u32 = 5;
 /// Grants one process keeps open: one for each (communicator, peer).
 pub const MAX_GRANTS: usize = 65_536;

@@ -16,12 +16,16 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    SocketAddrUnix,
 };
 
 use crate::credentials::{self, PeerPid};
-use crate::limits::{LINK_HELLO, MAX_GRANTS};
+use crate::dial::dial;
+use crate::limits::{LINK_HELLO, MAX_GRANTS, REFUSALS_LOGGED};
+use crate::log_rate::LogRate;
 use crate::segment::{Segment, SegmentError};
 
 /// Bytes of the IPC field.
@@ -237,6 +241,8 @@ fn hex(b: u8) -> [u8; 2] {
 
 fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
     use rustix::event::{PollFd, PollFlags, poll};
+    let refused = LogRate::default();
+    let more = |n| tracing::warn!("{n} more links were not made");
     loop {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         match poll(&mut fds, None) {
@@ -254,7 +260,9 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
         }
         match listener.accept() {
             Ok((stream, _)) => {
-                if let Err(e) = answer(stream, grants) {
+                if let Err(e) = answer(stream, grants)
+                    && refused.admits(REFUSALS_LOGGED, more)
+                {
                     tracing::warn!("a link was not made: {e}");
                 }
             }
@@ -356,37 +364,6 @@ fn readable(stream: &UnixStream, stop: Option<BorrowedFd<'_>>, deadline: Instant
     }
 }
 
-/// Connects to an abstract name. A full backlog (the owner is stopped, or slow) is tried again until the deadline; a
-/// blocking connect would wait for ever.
-fn dial(name: &[u8], stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<UnixStream, LinkError> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-    let addr = SocketAddrUnix::new_abstract_name(name).map_err(|e| sys("naming the peer's link socket")(e.into()))?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .map_err(|e| sys("making a link socket")(e.into()))?;
-    loop {
-        match connect(&fd, &addr) {
-            Ok(()) => break,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) if Instant::now() < deadline => {
-                let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
-                let mut fds: Vec<_> = stop
-                    .iter()
-                    .map(|s| rustix::event::PollFd::from_borrowed_fd(*s, rustix::event::PollFlags::IN))
-                    .collect();
-                // One millisecond, or the stop. A signal only makes the pause shorter.
-                if matches!(rustix::event::poll(&mut fds, Some(&now)), Ok(1)) {
-                    return Err(LinkError::Stopped);
-                }
-            }
-            Err(rustix::io::Errno::AGAIN) => return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into())),
-            Err(e) => return Err(LinkError::Gone(e.into())),
-        }
-    }
-    let stream = UnixStream::from(fd);
-    stream.set_nonblocking(false).map_err(sys("setting up a link"))?;
-    Ok(stream)
-}
-
 /// Presents the token in `ipc` to its owner and maps what it grants. Ends at `deadline`, or when `stop` becomes readable.
 ///
 /// # Errors
@@ -410,7 +387,13 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     if len > IPC_BYTES - 33 || !plain(&ipc[33..33 + len]) {
         return Err(LinkError::Malformed("it names no link server"));
     }
-    let mut stream = dial(&ipc[33..33 + len], stop, deadline)?;
+    let to = SocketAddrUnix::new_abstract_name(&ipc[33..33 + len])
+        .map_err(|_| LinkError::Malformed("it names no socket"))?;
+    let mut stream = dial(&to, stop, deadline).map_err(|e| match e {
+        Errno::CANCELED => LinkError::Stopped,
+        Errno::AGAIN => LinkError::Gone(std::io::ErrorKind::TimedOut.into()),
+        e => LinkError::Gone(e.into()),
+    })?;
     let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
     if !credentials::same_user(&cred) {
         return Err(LinkError::Refused("the owner is another user's process"));

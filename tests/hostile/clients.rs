@@ -1,11 +1,13 @@
 //! Programs that talk to the service as they should not.
 
 use std::io::{Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use host_runtime::message;
 use host_runtime::nrt::{CommOptions, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
 
@@ -99,6 +101,16 @@ pub fn group() -> Group {
             },
         ),
         stranger("a message of 4 GiB", "…says that it has 4294967295 bytes…", || u32::MAX.to_le_bytes().to_vec()),
+        animal("a hello with descriptors beside it", "…2 descriptors came with it, 0 may…", |cage| {
+            let _server = serve(cage, "")?;
+            let s = UnixStream::connect(socket(cage, "hostile"))?;
+            s.set_read_timeout(Some(HANG))?;
+            let hello = (1u32, env!("CARGO_PKG_VERSION"));
+            message::send(&s, &hello, &[s.as_fd(), s.as_fd()], Instant::now() + HANG)?;
+            let mut said = [0; 4096];
+            let n = (&s).read(&mut said)?;
+            Ok(String::from_utf8_lossy(&said[..n]).chars().filter(|c| !c.is_control()).collect())
+        }),
         stranger("bytes that are no message", "…no message that this version knows…", || framed(&[0xFF; 40])),
         stranger(
             "another version of the protocol",

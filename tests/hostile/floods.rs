@@ -130,10 +130,21 @@ pub fn group() -> Group {
         ),
         of_a_communicator(
             "a name that is published again and again",
-            "neuronInitComm of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): a name is published with a key and text of at most 128 bytes, 16 an instance",
+            "neuronInitComm of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): tenant hostile asked to publish one more name; limits.names grants 4",
             "(i32.store (i32.const 4200) (i32.add (i32.load (i32.const 4200)) (i32.const 1)))
              (i32.store (i32.const 4096) (i32.const 2)) (i32.store16 offset=2 (i32.const 4096) (i32.const 0x5000)) (i32.store (i32.const 4100) (i32.const 0x0100007f))
              (call $rendezvous.publish (i32.const 4200) (i32.const 128) (i32.const 4196) (i32.const 3) (i32.const 4096) (i32.const 28) (i32.const 2176))",
+        ),
+        of_a_communicator(
+            "sockets without end, each left with the host for a successor that never comes",
+            "neuronInitComm of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): tenant hostile asked for one more socket; limits.connections grants 8",
+            format!(
+                "(i32.store (i32.const 4096) (i32.const 2)) (i32.store (i32.const 4100) (i32.const 0x0100007f))
+                 (call $sockets.listen (i32.const 4096) (i32.const 28) (i32.const 50) (i32.const 2176))
+                 (if (i32.eqz (i32.load8_u (i32.const 2176))) (then
+                   (i32.store (i32.const 4200) (i32.add (i32.load (i32.const 4200)) (i32.const 1)))
+                   (call $sockets.park-listener {comm} (i32.load (i32.const 4200)) (i32.load (i32.const 2180)) (i32.const 2176))))"
+            ),
         ),
         of_a_communicator(
             "a rank that is not of the communicator",

@@ -1,6 +1,7 @@
 //! What a policy does not grant: addresses, devices, files, and plugins that are not the ones that were meant.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use host_runtime::metrics::MetricsServer;
 use host_runtime::nrt::{CommOptions, Runtime};
 use host_runtime::plugin::signing::SecretKey;
 use tests::zoo::{Plugin, REPLY, SCRATCH};
@@ -81,6 +82,18 @@ pub fn group() -> Group {
             "tenant hostile asked to connect to 127.0.0.1:22; network.reach grants 127.0.0.1:18000-18010",
             LOCAL,
             |_| at("connect", [127, 0, 0, 1], 22),
+        ),
+        animal(
+            "the host's own metrics, at an address that its policy grants",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): tenant hostile asked to connect to 127.0.0.1:…, where the host itself listens; network.reach grants 127.0.0.1:*, without the host's own",
+            |cage| {
+                let metrics = MetricsServer::tcp("127.0.0.1:0".parse()?, Vec::new)?;
+                let port = metrics.address().context("it listens by TCP")?.port();
+                let mut p = Plugin::lone_rank()?;
+                p.body("neuron-get-unique-id", format!("{} {}", at("connect", [127, 0, 0, 1], port), gives_up()));
+                let granted = format!("{ONE}\n[network]\nreach = [\"127.0.0.1:*\"]");
+                said(opened(cage.under(&p, &granted)?)?.unique_id(1))
+            },
         ),
         refused(
             "listening on all interfaces",

@@ -1,6 +1,6 @@
 //! Files and addresses that a plugin was not given.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tests::zoo::{Plugin, REPLY, SCRATCH, TRANSPORT};
 
@@ -16,6 +16,14 @@ fn file(what: &str, name: &'static str) -> Animal {
         let name = p.text(name);
         format!("(call $files.read {name} (i32.const {REPLY}))")
     })
+}
+
+/// A pipe in the cage.
+fn pipe(cage: &Cage) -> anyhow::Result<PathBuf> {
+    let path = cage.path("pipe");
+    let (owner, kind) = (rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR, rustix::fs::FileType::Fifo);
+    rustix::fs::mknodat(rustix::fs::CWD, &path, kind, owner, 0)?;
+    Ok(path)
 }
 
 /// Reads the file that it was given.
@@ -54,7 +62,7 @@ pub fn group() -> Group {
         ),
         animal(
             "a file that was given, and is a link to one that was not",
-            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file …/topology.xml, named by NCCL_TOPO_FILE, cannot be read: a path led outside of the filesystem",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file …/topology.xml, named by NCCL_TOPO_FILE, cannot be read: it cannot be opened: a path led outside of the filesystem",
             |cage| {
                 let link = cage.put("x", b"")?.with_file_name("topology.xml");
                 std::os::unix::fs::symlink("/etc/passwd", &link)?;
@@ -63,8 +71,40 @@ pub fn group() -> Group {
         ),
         animal(
             "a file that was given, and is a device without an end",
-            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file /dev/zero, named by NCCL_TOPO_FILE, cannot be read: invalid input parameter",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file /dev/zero, named by NCCL_TOPO_FILE, cannot be read: it is not a regular file",
             |cage| reads(cage, Path::new("/dev/zero")),
+        ),
+        animal(
+            "a file that was given, and is a pipe that nobody writes to",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file …/pipe, named by NCCL_TOPO_FILE, cannot be read: it is not a regular file",
+            |cage| reads(cage, &pipe(cage)?),
+        ),
+        animal(
+            "a file that was given for writing, and is a pipe",
+            "neuronGetUniqueId of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): the file …/pipe, named by NCCL_TOPO_DUMP_FILE, cannot be written: it is not a regular file",
+            |cage| {
+                let path = pipe(cage)?;
+                // Somebody reads it, or it could not be opened at all.
+                let _reader = std::fs::File::options().read(true).write(true).open(&path)?;
+                let mut p = Plugin::lone_rank()?;
+                let name = p.text("NCCL_TOPO_DUMP_FILE");
+                let write =
+                    format!("(call $files.write {name} (i32.const {SCRATCH}) (i32.const 1) (i32.const {REPLY}))");
+                p.body("neuron-get-unique-id", format!("{write} {}", gives_up()));
+                let mut c = cage.config(&p)?;
+                c.vars.insert("NCCL_TOPO_DUMP_FILE".into(), path.display().to_string());
+                said(opened(c)?.unique_id(1))
+            },
+        ),
+        at_once(
+            "binding the program's thread to a CPU, which the program did not ask for",
+            &refused("only neuronSetAffinity binds a thread to CPUs"),
+            |_| {
+                format!(
+                    "(i64.store (i32.const {SCRATCH}) (i64.const 1))
+                     (call $affinity.set (i32.const {SCRATCH}) (i32.const 1) (i32.const {REPLY}))"
+                )
+            },
         ),
         address(
             "an address of another family",

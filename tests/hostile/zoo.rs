@@ -129,6 +129,7 @@ impl Cage {
             communicators: 4,
             tasks: 2,
             sockets: 8,
+            names: 4,
             objects: 64,
             log_rate: 10,
             ..Limits::default()

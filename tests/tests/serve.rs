@@ -5,6 +5,7 @@ mod common;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::ranks::{Rank, start};
@@ -119,6 +120,8 @@ fn processes_of_two_tenants_move_data_as_without_a_service() {
     for line in [
         format!("wccl_operations_total{{{labels}}} 160\n"),
         format!("wccl_communicators{{{labels}}} 2\n"),
+        // The library's, and one for each rank.
+        format!("wccl_instances{{{labels}}} 3\n"),
         format!("wccl_component_calls_total{{{labels}}} {}\n", before[0]),
         format!("wccl_traps_total{{{labels}}} 0\n"),
     ] {
@@ -329,6 +332,66 @@ fn another_user_and_another_tenants_socket_are_refused() {
     let _server = Server::start(&ServeConfig { identify: nobody, ..place.config() }).unwrap();
     let e = refusal(&place.socket("red"), config());
     assert!(e.contains("the kernel does not say who it is"), "{e}");
+}
+
+/// Counts log lines that name tenant `flooded`.
+struct Lines;
+
+static LINES: AtomicUsize = AtomicUsize::new(0);
+
+impl tracing::field::Visit for Lines {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        let named = field.name() == "message" && format!("{value:?}").contains("one of tenant flooded");
+        LINES.fetch_add(usize::from(named), Ordering::Relaxed);
+    }
+}
+
+impl tracing::Subscriber for Lines {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() <= tracing::Level::WARN
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        event.record(&mut Lines);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// Strangers who come again and again get their answer, and fill neither the log nor the tenant's connections.
+#[test]
+fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
+    tracing::subscriber::set_global_default(Lines).unwrap();
+    let me = rustix::process::geteuid().as_raw();
+    let place = Place::new("crowd", &[("flooded", &[0], "[service]\nclients = 1\n")]);
+    static STRANGE: AtomicBool = AtomicBool::new(true);
+    let identify: fn(&UnixStream) -> std::io::Result<Credentials> = |s| {
+        let uid = |uid| uid + u32::from(STRANGE.load(Ordering::Relaxed));
+        host_runtime::serve::identify(s).map(|c| Credentials { uid: uid(c.uid), ..c })
+    };
+    let server = Server::start(&ServeConfig { identify, ..place.config() }).unwrap();
+    let begun = Instant::now();
+    let crowd = 400;
+    for _ in 0..crowd {
+        let e = refusal(&place.socket("flooded"), config());
+        assert!(e.contains(&format!("user {} is not one of tenant flooded", me + 1)), "{e}");
+    }
+    let lines = LINES.load(Ordering::Relaxed);
+    let most = hw_bridge::limits::REFUSALS_LOGGED as usize * (begun.elapsed().as_secs() as usize + 2);
+    assert!((1..=most.min(crowd - 1)).contains(&lines), "{lines} lines, {most} may be");
+    STRANGE.store(false, Ordering::Relaxed);
+    Runtime::open(place.client("flooded")).unwrap();
+    drop(server);
 }
 
 /// Bytes that are no message, too many, of another version, or too late end their own connection and nothing else.

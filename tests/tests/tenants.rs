@@ -8,6 +8,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use common::{bytes_of, free_port, values_of};
 use host_runtime::error::Error;
@@ -318,6 +319,31 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     assert_eq!(refusals(&red), [("limits.communicators", 1), ("devices.hbm", 1)].into());
     let red = opened("red", "[devices]\ncores = [0]");
     assert!(alone(&red).unwrap().tensor(1).unwrap_err().to_string().contains("devices.hbm grants 0 B"));
+}
+
+/// What is logged of background tasks is within the tenant's rate, however many there are.
+#[test]
+fn lines_about_tasks_are_within_the_rate() {
+    let plugin = driver(|p| {
+        p.body("run", "unreachable");
+        let kind = p.text("idle");
+        let none = "(i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0)";
+        vec![format!("(call $tasks.spawn {kind} {none} (i32.const {REPLY}))")]
+    });
+    let folder = Folder::with(&plugin);
+    let rt = open(folder.policy("red", &format!("{ONE}\n[limits]\nlog-lines = 1")), "plugin.wasm");
+    // Several within one second, each with two lines: that the instance stopped, and the task.
+    let begun = Instant::now();
+    let mut started = 0;
+    while !refusals(&rt).contains_key("limits.log-lines") {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{started} tasks, {:?}", refusals(&rt));
+        rt.unique_id(0).unwrap();
+        started += 1;
+        while rt.tenant().tasks_alive() > 0 {
+            std::thread::yield_now();
+        }
+    }
+    assert_eq!(rt.tenant().counters.tasks(), started);
 }
 
 /// What a manifest asks for within the policy is all that is given; beyond it the plugin does not run at all.

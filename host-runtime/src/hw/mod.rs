@@ -4,6 +4,7 @@
 //! for the entry that fails; only what the original would assert ends the instance.
 
 pub mod objects;
+pub(crate) mod own;
 pub(crate) mod rendezvous;
 pub(crate) mod sockets;
 pub(crate) mod system;
@@ -68,6 +69,8 @@ macro_rules! plain_resources {
 }
 
 plain_resources! {
+    wit_objects::HostListener: objects::ListenerObject,
+    wit_objects::HostConnection: objects::ConnectionObject,
     wit_objects::HostNetComm: objects::NetCommObject,
     wit_objects::HostRegistration: objects::RegistrationObject,
     wit_objects::HostRequest: objects::RequestObject,
@@ -79,20 +82,6 @@ plain_resources! {
 
 impl wit_objects::Host for HostState {}
 impl crate::bindings::neuron::nrt::types::Host for HostState {}
-
-impl wit_objects::HostListener for HostState {
-    fn drop(&mut self, handle: Resource<objects::ListenerObject>) -> Trap<()> {
-        self.sockets -= usize::from(self.remove(handle).is_some());
-        Ok(())
-    }
-}
-
-impl wit_objects::HostConnection for HostState {
-    fn drop(&mut self, handle: Resource<objects::ConnectionObject>) -> Trap<()> {
-        self.sockets -= usize::from(self.remove(handle).is_some());
-        Ok(())
-    }
-}
 
 impl wit_objects::HostCommunicator for HostState {
     fn create(&mut self, rank: i32, rank_n: i32) -> Trap<Answer<Resource<CommunicatorObject>>> {

@@ -16,7 +16,7 @@ use hw_bridge::sequencer::Endpoint;
 
 use crate::abort::AbortToken;
 use crate::net::NetLibrary;
-use crate::tenant::{Tenant, lock};
+use crate::tenant::{Counted, Tenant, lock};
 
 /// An increment register.
 #[derive(Debug, Clone)]
@@ -66,7 +66,11 @@ pub struct RegionObject(pub u64);
 
 /// A listening bootstrap socket.
 #[derive(Debug)]
-pub struct ListenerObject(pub std::net::TcpListener);
+pub struct ListenerObject {
+    /// The socket.
+    pub socket: std::net::TcpListener,
+    pub(crate) _counted: Counted,
+}
 /// A connected bootstrap socket.
 #[derive(Debug)]
 pub struct ConnectionObject {
@@ -74,6 +78,7 @@ pub struct ConnectionObject {
     pub stream: std::net::TcpStream,
     /// What came for a receive that timed out; the next one begins with it.
     pub early: Vec<u8>,
+    pub(crate) _counted: Counted,
 }
 
 /// A socket that a plugin left with the host.

@@ -10,7 +10,9 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use hw_bridge::credentials;
+use hw_bridge::dial::dial;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::SocketAddrUnix;
 use sha2::{Digest, Sha256};
 
 use super::{Answer, Trap};
@@ -18,17 +20,17 @@ use crate::bindings::neuron::hw::rendezvous::Host;
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
 use crate::plugin::HostState;
 use crate::status::Status;
+use crate::tenant::Counted;
 
 /// Pause between two look-ups of a name that is not there yet.
 const PAUSE: Duration = Duration::from_millis(5);
-/// Names one instance may publish.
-const MAX_PUBLISHED: usize = 16;
 
 /// A published name; dropping it withdraws it.
 #[derive(Debug)]
 pub(crate) struct Published {
     stop: OwnedFd,
     thread: Option<std::thread::JoinHandle<()>>,
+    _counted: Counted,
 }
 
 impl Drop for Published {
@@ -41,13 +43,13 @@ impl Drop for Published {
     }
 }
 
-fn socket_name(tenant: u64, key: &[u8], name: &str) -> std::io::Result<SocketAddr> {
+fn socket_name(tenant: u64, key: &[u8], name: &str) -> String {
     let mut h = Sha256::new();
     h.update(tenant.to_le_bytes());
     h.update(key);
     h.update(name.as_bytes());
     let hex: String = h.finalize()[..20].iter().map(|b| format!("{b:02x}")).collect();
-    SocketAddr::from_abstract_name(format!("wccl-rdv-{hex}"))
+    format!("wccl-rdv-{hex}")
 }
 
 fn same_user(stream: &UnixStream) -> bool {
@@ -87,17 +89,17 @@ impl HostState {
                 format!("an address has {ADDRESS_BYTES} bytes, the plugin gave {}", address.len()),
             ));
         };
-        if key.len() > ID_BYTES || name.len() > ID_BYTES || self.published.len() >= MAX_PUBLISHED {
-            return Err(self.fail(
-                Status::INVALID,
-                format!(
-                    "a name is published with a key and text of at most {ID_BYTES} bytes, {MAX_PUBLISHED} an instance"
-                ),
-            ));
+        if key.len() > ID_BYTES || name.len() > ID_BYTES {
+            let why = format!("a name is published with a key and text of at most {ID_BYTES} bytes");
+            return Err(self.fail(Status::INVALID, why));
         }
+        let most = self.tenant.limits.names;
+        let Some(counted) = self.tenant.names.take(most) else {
+            return Err(self.refuse(Status::RESOURCE, "limits.names", "asked to publish one more name", most));
+        };
         let tenant = self.tenant.id;
         let made = (|| {
-            let listener = UnixListener::bind_addr(&socket_name(tenant, key, name)?)?;
+            let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(socket_name(tenant, key, name))?)?;
             // A visitor that leaves between the wait and the accept must not block the thread.
             listener.set_nonblocking(true)?;
             let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
@@ -105,7 +107,7 @@ impl HostState {
             let thread = std::thread::Builder::new()
                 .name("wccl-rendezvous".into())
                 .spawn(move || serve(&listener, &stop_copy, address))?;
-            Ok::<_, std::io::Error>(Published { stop, thread: Some(thread) })
+            Ok::<_, std::io::Error>(Published { stop, thread: Some(thread), _counted: counted })
         })();
         match made {
             Ok(p) => {
@@ -128,7 +130,10 @@ impl HostState {
         }
         let until = self.deadline(ms);
         loop {
-            let asked = socket_name(self.tenant.id, key, name).and_then(|a| visit(&a)).and_then(|mut s| {
+            // Without waiting: who has the name may have its backlog full and never accept.
+            let at = SocketAddrUnix::new_abstract_name(socket_name(self.tenant.id, key, name).as_bytes());
+            let asked = at.and_then(|at| dial(&at, None, Instant::now())).map_err(std::io::Error::from);
+            let asked = asked.and_then(|mut s| {
                 if !same_user(&s) {
                     return Err(std::io::ErrorKind::PermissionDenied.into());
                 }
@@ -156,18 +161,6 @@ impl HostState {
             }
         }
     }
-}
-
-/// Connects without waiting: who has the name may have its backlog full and never accept.
-fn visit(address: &SocketAddr) -> std::io::Result<UnixStream> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-    let name = address.as_abstract_name().ok_or(std::io::ErrorKind::InvalidInput)?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    connect(&fd, &SocketAddrUnix::new_abstract_name(name)?)?;
-    let stream = UnixStream::from(fd);
-    stream.set_nonblocking(false)?;
-    Ok(stream)
 }
 
 impl Host for HostState {

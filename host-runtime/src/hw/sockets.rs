@@ -6,6 +6,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -13,13 +14,13 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wasmtime::component::Resource;
 
 use super::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
-use super::{Answer, Trap};
+use super::{Answer, Trap, own};
 use crate::bindings::neuron::hw::sockets::{Host, Netif};
 use crate::limits::{ADDRESS_BYTES, byte_list};
 use crate::plugin::HostState;
 use crate::policy::{ALL_PORTS, listed};
 use crate::status::Status;
-use crate::tenant::lock;
+use crate::tenant::{Counted, lock};
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
@@ -148,12 +149,11 @@ impl HostState {
         Err(self.fail(Status::CLOSED, why))
     }
 
-    fn socket_quota(&mut self) -> Answer<()> {
+    /// Counts the socket that a call is to make, before it waits for it.
+    fn one_more_socket(&mut self) -> Answer<Counted> {
         let most = self.tenant.limits.sockets;
-        if self.sockets >= most {
-            return Err(self.refuse(Status::RESOURCE, "limits.connections", "asked for one more socket", most));
-        }
-        Ok(())
+        let counted = self.tenant.sockets.take(most);
+        counted.ok_or_else(|| self.refuse(Status::RESOURCE, "limits.connections", "asked for one more socket", most))
     }
 
     fn address(&mut self, bytes: &[u8]) -> Answer<SocketAddr> {
@@ -166,17 +166,15 @@ impl HostState {
         Err(self.fail(status, format!("{what} failed: {e}{limit}")))
     }
 
-    fn new_connection(&mut self, stream: TcpStream) -> Answer<Resource<ConnectionObject>> {
+    fn new_connection(&mut self, stream: TcpStream, counted: Counted) -> Answer<Resource<ConnectionObject>> {
         if let Err(e) = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)) {
             return self.socket_error("setting up a connection".into(), &e);
         }
-        let r = self.add(ConnectionObject { stream, early: Vec::new() })?;
-        self.sockets += 1;
-        Ok(r)
+        self.add(ConnectionObject { stream, early: Vec::new(), _counted: counted })
     }
 
     fn do_listen(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ListenerObject>> {
-        self.socket_quota()?;
+        let counted = self.one_more_socket()?;
         let addr = self.address(address)?;
         let ports = self.grant.network.listening(addr.ip(), addr.port());
         if ports.is_empty() {
@@ -185,7 +183,7 @@ impl HostState {
         }
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
-        let listener = loop {
+        let socket = loop {
             // std sets SO_REUSEADDR, so a port in TIME_WAIT is no obstacle; one that is in use is waited for.
             match bind(addr, &ports) {
                 Ok(l) => break l,
@@ -201,12 +199,10 @@ impl HostState {
                 Err(e) => return self.socket_error(format!("listening on {addr}"), &e),
             }
         };
-        if let Err(e) = listener.set_nonblocking(true) {
+        if let Err(e) = socket.set_nonblocking(true) {
             return self.socket_error(format!("listening on {addr}"), &e);
         }
-        let r = self.add(ListenerObject(listener))?;
-        self.sockets += 1;
-        Ok(r)
+        self.add(ListenerObject { socket, _counted: counted })
     }
 
     fn do_accept(
@@ -214,12 +210,13 @@ impl HostState {
         handle: &Resource<ListenerObject>,
         ms: u32,
     ) -> Trap<Answer<(Resource<ConnectionObject>, Vec<u8>)>> {
-        if let Err(s) = self.socket_quota() {
-            return Ok(Err(s));
-        }
+        let counted = match self.one_more_socket() {
+            Ok(c) => c,
+            Err(s) => return Ok(Err(s)),
+        };
         let until = self.deadline(ms);
         let (accepted, addr) = loop {
-            let listener = &self.table.get(handle)?.0;
+            let listener = &self.table.get(handle)?.socket;
             match listener.accept() {
                 Ok(a) => break a,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(listener, PollFlags::IN, until) {
@@ -237,7 +234,7 @@ impl HostState {
                 Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e)),
             }
         };
-        Ok(self.new_connection(accepted).map(|c| (c, encode(&addr))))
+        Ok(self.new_connection(accepted, counted).map(|c| (c, encode(&addr))))
     }
 
     /// One attempt to connect, ended by the deadline, by [`ATTEMPT`], or by the abort (then `None`).
@@ -266,11 +263,16 @@ impl HostState {
     }
 
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
-        self.socket_quota()?;
+        let counted = self.one_more_socket()?;
         let addr = self.address(address)?;
         if !self.grant.network.may_reach(addr.ip(), addr.port()) {
             let grants = listed(&self.grant.network.reach);
             return Err(self.refuse(Status::INVALID, "network.reach", &format!("asked to connect to {addr}"), grants));
+        }
+        if own::is_own(addr) {
+            let asked = format!("asked to connect to {addr}, where the host itself listens");
+            let grants = format!("{}, without the host's own", listed(&self.grant.network.reach));
+            return Err(self.refuse(Status::INVALID, "network.reach", &asked, grants));
         }
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
@@ -283,7 +285,7 @@ impl HostState {
                 Some(Ok(stream)) if stream.local_addr().ok() == stream.peer_addr().ok() => {
                     ErrorKind::ConnectionRefused.into()
                 }
-                Some(Ok(stream)) => return self.new_connection(stream),
+                Some(Ok(stream)) => return self.new_connection(stream, counted),
                 Some(Err(e)) => e,
                 None => return self.ended(&format!("connecting to {addr}")),
             };
@@ -323,6 +325,63 @@ impl HostState {
                 }
             }
         }
+    }
+
+    /// `look_up` cannot be interrupted, so it runs beside; it is bounded by the resolver's own time-outs.
+    fn do_resolve(
+        &mut self,
+        host: String,
+        port: u16,
+        ms: u32,
+        look_up: impl FnOnce(&str, u16) -> std::io::Result<Vec<SocketAddr>> + Send + 'static,
+    ) -> Answer<Vec<Vec<u8>>> {
+        if host.len() > 253 {
+            let why = format!("a host name has at most 253 characters, this one has {}", host.len());
+            return Err(self.fail(Status::INVALID, why));
+        }
+        if self.grant.network.reach.is_empty() {
+            let asked = format!("asked to look up host name {host}");
+            return Err(self.refuse(Status::INVALID, "network.reach", &asked, "nothing"));
+        }
+        // A look-up that outlives its asker still holds a thread: only a few at once.
+        let Some(counted) = self.tenant.resolving.take(MAX_RESOLVING) else {
+            return Err(self.fail(Status::RESOURCE, format!("{MAX_RESOLVING} host names are being looked up already")));
+        };
+        let until = self.deadline(ms);
+        let (answer, answered) = std::sync::mpsc::channel();
+        let name = host.clone();
+        // The far end of a pair is closed, which the wait sees, when the answer is there.
+        let started = UnixStream::pair().and_then(|(near, far)| {
+            std::thread::Builder::new().name("wccl-resolve".into()).spawn(move || {
+                // The asker may have given up.
+                let _ = answer.send(look_up(&name, port));
+                drop((counted, far));
+            })?;
+            Ok(near)
+        });
+        let near = match started {
+            Ok(near) => near,
+            Err(e) => return self.socket_error("starting a resolver thread".into(), &e),
+        };
+        let what = format!("looking up host name {host}");
+        match self.wait(&near, PollFlags::IN, until) {
+            Wait::Ready => {}
+            Wait::Ended => return self.ended(&what),
+            Wait::Late => return self.late(ms, || format!("{what} took longer than {ms} ms")),
+        }
+        let found = match answered.try_recv() {
+            Ok(Ok(found)) => found,
+            Ok(Err(e)) => return self.socket_error(what, &e),
+            Err(_) => return Err(self.fail(Status::FAILURE, format!("{what} ended without an answer"))),
+        };
+        let within: Vec<_> =
+            found.iter().filter(|a| self.grant.network.may_reach(a.ip(), a.port())).map(encode).collect();
+        if within.is_empty() && !found.is_empty() {
+            let asked = format!("asked for host name {host}, which is {}", listed(&found));
+            let grants = listed(&self.grant.network.reach);
+            return Err(self.refuse(Status::INVALID, "network.reach", &asked, grants));
+        }
+        Ok(within)
     }
 
     fn do_send(&mut self, handle: &Resource<ConnectionObject>, data: &[u8], ms: u32) -> Trap<Answer<()>> {
@@ -461,15 +520,9 @@ impl HostState {
         // Given away by the guest: whatever happens, it is not the instance's any more.
         let socket =
             self.remove(handle).ok_or_else(|| wasmtime::format_err!("a handle that was given is not there"))?;
-        self.sockets -= 1;
-        let most = self.tenant.limits.sockets;
         let mut parked = lock(&comm.parked);
         if parked.contains_key(&slot) {
             return Ok(Err(self.fail(Status::INVALID, format!("slot {slot} of communicator {} is taken", comm.id))));
-        }
-        if parked.len() >= most {
-            let why = format!("communicator {} already keeps {most} parked sockets", comm.id);
-            return Ok(Err(self.fail(Status::RESOURCE, why)));
         }
         parked.insert(slot, socket.park());
         Ok(Ok(()))
@@ -477,9 +530,6 @@ impl HostState {
 
     fn do_unpark<T: Socket>(&mut self, comm: &Resource<CommunicatorObject>, slot: u32) -> Trap<Answer<Resource<T>>> {
         let comm = self.comm(comm)?;
-        if let Err(s) = self.socket_quota() {
-            return Ok(Err(s));
-        }
         let mut parked = lock(&comm.parked);
         let found = match parked.remove(&slot).map(T::unpark) {
             Some(Ok(socket)) => socket,
@@ -490,7 +540,7 @@ impl HostState {
                 return Ok(Err(self.fail(Status::INVALID_HANDLE, why)));
             }
         };
-        Ok(self.add(found).inspect(|_| self.sockets += 1))
+        Ok(self.add(found))
     }
 }
 
@@ -517,50 +567,7 @@ impl Host for HostState {
     }
 
     fn resolve(&mut self, host: String, port: u16, ms: u32) -> Trap<Answer<Vec<Vec<u8>>>> {
-        if host.len() > 253 {
-            let why = format!("a host name has at most 253 characters, this one has {}", host.len());
-            return Ok(Err(self.fail(Status::INVALID, why)));
-        }
-        if self.grant.network.reach.is_empty() {
-            let asked = format!("asked to look up host name {host}");
-            return Ok(Err(self.refuse(Status::INVALID, "network.reach", &asked, "nothing")));
-        }
-        // A look-up that outlives its asker still holds a thread: only a few at once.
-        let running = self.tenant.resolving.clone();
-        if running.fetch_add(1, std::sync::atomic::Ordering::SeqCst) >= MAX_RESOLVING {
-            running.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
-            return Ok(Err(
-                self.fail(Status::RESOURCE, format!("{MAX_RESOLVING} host names are being looked up already"))
-            ));
-        }
-        // The resolver cannot be interrupted, so it runs beside; it is bounded by its own time-outs.
-        let (tx, rx) = std::sync::mpsc::channel();
-        let name = host.clone();
-        let spawned = std::thread::Builder::new().name("wccl-resolve".into()).spawn(move || {
-            let found = (name.as_str(), port).to_socket_addrs().map(|a| a.collect::<Vec<_>>());
-            running.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
-            // The asker may have given up.
-            let _ = tx.send(found);
-        });
-        if let Err(e) = spawned {
-            self.tenant.resolving.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
-            return Ok(self.socket_error("starting a resolver thread".into(), &e));
-        }
-        let wait = self.deadline(ms).saturating_duration_since(Instant::now());
-        match rx.recv_timeout(wait) {
-            Ok(Ok(found)) => {
-                let within: Vec<_> =
-                    found.iter().filter(|a| self.grant.network.may_reach(a.ip(), a.port())).map(encode).collect();
-                if within.is_empty() && !found.is_empty() {
-                    let asked = format!("asked for host name {host}, which is {}", listed(&found));
-                    let grants = listed(&self.grant.network.reach);
-                    return Ok(Err(self.refuse(Status::INVALID, "network.reach", &asked, grants)));
-                }
-                Ok(Ok(within))
-            }
-            Ok(Err(e)) => Ok(self.socket_error(format!("looking up host name {host}"), &e)),
-            Err(_) => Ok(self.late(ms, || format!("looking up host name {host} took longer than {ms} ms"))),
-        }
+        Ok(self.do_resolve(host, port, ms, |host, port| Ok((host, port).to_socket_addrs()?.collect())))
     }
 
     fn listen(&mut self, address: Vec<u8>, ms: u32) -> Trap<Answer<Resource<ListenerObject>>> {
@@ -568,7 +575,7 @@ impl Host for HostState {
     }
 
     fn local_address(&mut self, listener: Resource<ListenerObject>) -> Trap<Vec<u8>> {
-        Ok(encode(&self.table.get(&listener)?.0.local_addr()?))
+        Ok(encode(&self.table.get(&listener)?.socket.local_addr()?))
     }
 
     fn accept(
@@ -681,7 +688,8 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        (s.new_connection(listener.accept().unwrap().0).unwrap(), far)
+        let counted = s.one_more_socket().unwrap();
+        (s.new_connection(listener.accept().unwrap().0, counted).unwrap(), far)
     }
 
     #[test]
@@ -692,7 +700,6 @@ mod tests {
         // Four of eight bytes came in time.
         assert!(old.recv(borrow(&conn), 8, 500).unwrap().is_err());
         old.park(borrow(&comm), 7, conn).unwrap().unwrap();
-        assert_eq!(old.sockets, 0);
         // The successor has a table of its own, and a handle of the same communicator.
         let core = old.comm(&comm).unwrap();
         let mut new = HostState::new(old.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
@@ -700,7 +707,6 @@ mod tests {
         old.release();
         far.write_all(b"rest").unwrap();
         let conn = new.unpark(borrow(&comm), 7).unwrap().unwrap();
-        assert_eq!(new.sockets, 1);
         assert_eq!(new.recv(borrow(&conn), 8, 5000).unwrap().unwrap(), b"halfrest");
         assert!(new.unpark(borrow(&comm), 7).unwrap().is_err());
         let (causes, _) = new.take_causes();
@@ -708,8 +714,8 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_bounded_and_hold_one_kind() {
-        let (mut s, comm) = instance(2);
+    fn slots_hold_one_socket_of_one_kind() {
+        let (mut s, comm) = instance(4);
         let park = |s: &mut HostState, slot| {
             let (conn, far) = pair(s);
             (s.park(borrow(&comm), slot, conn).unwrap(), far)
@@ -719,16 +725,44 @@ mod tests {
         let (refused, mut far) = park(&mut s, 0);
         assert!(refused.is_err());
         assert_eq!(far.read(&mut [0]).unwrap(), 0, "what is refused is closed");
-        assert!(park(&mut s, 1).0.is_err());
         assert!(s.unpark_listener(borrow(&comm), 0).unwrap().is_err());
         s.unpark(borrow(&comm), 0).unwrap().unwrap();
         let said = s.take_causes().0.join("; ");
-        for part in ["slot 0 of communicator", "is taken", "already keeps 2 parked sockets", "holds no listener"] {
+        for part in ["slot 0 of communicator", "is taken", "holds no listener"] {
             assert!(said.contains(part), "{said}");
         }
-        // The instance's own limit counts what it takes back.
-        let (_conn, _far) = pair(&mut s);
-        assert!(s.unpark(borrow(&comm), u32::MAX).unwrap().is_err());
+    }
+
+    #[test]
+    fn sockets_are_counted_for_the_tenant_wherever_they_are() {
+        let (mut s, comm) = instance(3);
+        let any = encode(&"127.0.0.1:0".parse().unwrap());
+        let mut other = HostState::new(s.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        let refused = |s: &mut HostState| {
+            assert!(s.do_listen(&any, 100).is_err());
+            let said = s.take_causes().0.join("; ");
+            assert!(said.contains("asked for one more socket; limits.connections grants 3"), "{said}");
+        };
+        // One in each instance, and one between two.
+        let (conn, _far) = pair(&mut s);
+        s.park(borrow(&comm), 0, conn).unwrap().unwrap();
+        let listener = s.do_listen(&any, 100).unwrap();
+        let others = other.do_listen(&any, 100).unwrap();
+        refused(&mut s);
+        refused(&mut other);
+        // What is refused for another reason gives its place back, as do a closed socket, and an instance that ends.
+        other.remove(others).unwrap();
+        assert!(other.do_listen(&[0; 3], 100).is_err());
+        let others = other.do_listen(&any, 100).unwrap();
+        assert!(other.do_accept(&others, 0).unwrap().is_err());
+        refused(&mut other);
+        other.release();
+        s.remove(listener).unwrap();
+        assert_eq!(s.tenant.sockets.alive(), 1);
+        s.unpark(borrow(&comm), 0).unwrap().unwrap();
+        assert_eq!(s.tenant.sockets.alive(), 1);
+        s.release();
+        assert_eq!(s.tenant.sockets.alive(), 0);
     }
 
     #[test]
@@ -745,6 +779,26 @@ mod tests {
         s.release();
         assert_eq!(far.read(&mut [0]).unwrap(), 0);
         assert!(TcpStream::connect(at).is_err());
+    }
+
+    #[test]
+    fn a_look_up_ends_with_the_abort() {
+        let (mut s, _comm) = instance(1);
+        let (abort, (release, held)) = (s.abort.clone(), std::sync::mpsc::channel::<()>());
+        // Like a name server that does not answer.
+        let never = move |_: &str, _| {
+            abort.abort("the user has changed his mind");
+            let _ = held.recv();
+            Ok(Vec::new())
+        };
+        assert!(s.do_resolve("a".into(), 1, u32::MAX, never).is_err());
+        let said = s.take_causes().0.join("; ");
+        assert!(said.contains("looking up host name a was aborted: the user has changed his mind"), "{said}");
+        assert_eq!(s.tenant.resolving.alive(), 1, "its thread still counts");
+        drop(release);
+        let found = |_: &str, port| Ok(vec![SocketAddr::from(([10, 0, 0, 1], port))]);
+        let (mut s, _comm) = instance(1);
+        assert_eq!(s.do_resolve("a".into(), 7, 10_000, found).unwrap(), [encode(&"10.0.0.1:7".parse().unwrap())]);
     }
 
     #[test]

@@ -1,19 +1,21 @@
 //! Facts of the machine and the process: identity, PCI and NUMA, affinity, granted variables and files, time, random
 //! numbers, the log.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::net::IpAddr;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Instant, SystemTime};
 
 use cap_std::ambient_authority;
-use cap_std::fs::Dir;
+use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
 use rustix::thread::CpuSet;
 
 use super::{Answer, Trap};
 use crate::bindings::neuron::hw::{affinity, clock, config, files, identity, log, pci, random};
 use crate::limits::byte_list;
 use crate::plugin::HostState;
+use crate::plugin::source::{NONBLOCK, contents};
 use crate::policy::listed;
 use crate::status::Status;
 
@@ -116,6 +118,27 @@ impl pci::Host for HostState {
     }
 }
 
+/// The entry that binds its caller's thread, as in the original.
+const BINDS: &str = "neuronSetAffinity";
+
+/// CPUs of the process when its first tenant was opened.
+pub(crate) fn own_cpus() -> &'static CpuSet {
+    static OWN: OnceLock<CpuSet> = OnceLock::new();
+    // If the kernel does not say, no thread is bound.
+    OWN.get_or_init(|| rustix::thread::sched_getaffinity(Some(rustix::process::getpid())).unwrap_or_default())
+}
+
+/// What of a mask is within `own`.
+fn within(own: &CpuSet, mask: &[u64]) -> CpuSet {
+    let mut set = CpuSet::new();
+    for cpu in 0..(mask.len() * 64).min(CpuSet::MAX_CPU) {
+        if mask[cpu / 64] >> (cpu % 64) & 1 == 1 && own.is_set(cpu) {
+            set.set(cpu);
+        }
+    }
+    set
+}
+
 impl affinity::Host for HostState {
     fn get(&mut self) -> Trap<Vec<u64>> {
         Ok(words(&rustix::thread::sched_getaffinity(None)?))
@@ -127,11 +150,15 @@ impl affinity::Host for HostState {
                 self.fail(Status::INVALID, format!("a CPU mask has 1 to {MASK_WORDS} words and at least one CPU"))
             ));
         }
-        let mut set = CpuSet::new();
-        for cpu in 0..(mask.len() * 64).min(CpuSet::MAX_CPU) {
-            if mask[cpu / 64] >> (cpu % 64) & 1 == 1 {
-                set.set(cpu);
-            }
+        // The thread is the program's: it asks for this by that entry, which no client of a service can call.
+        if self.entry != BINDS {
+            return Ok(Err(self.fail(Status::INVALID, format!("only {BINDS} binds a thread to CPUs"))));
+        }
+        let set = within(own_cpus(), &mask);
+        if set.count() == 0 {
+            return Ok(
+                Err(self.fail(Status::INVALID, "the CPU mask has none of the CPUs that this process was given")),
+            );
         }
         Ok(rustix::thread::sched_setaffinity(None, &set).map_err(|e| {
             self.fail(Status::INVALID, format!("the CPU mask cannot be set: {e}; none of its CPUs may be used here"))
@@ -189,22 +216,11 @@ impl files::Host for HostState {
             Ok(g) => g,
             Err(s) => return Ok(Err(s)),
         };
-        let mut data = Vec::new();
-        // Looked at before it is opened: a pipe would block.
-        let regular = dir
-            .metadata(&file)
-            .and_then(|m| if m.is_file() { Ok(()) } else { Err(std::io::ErrorKind::InvalidInput.into()) });
-        let read = regular.and_then(|()| dir.open(&file)).and_then(|f| f.take(most + 1).read_to_end(&mut data));
-        Ok(match read {
-            Ok(_) if data.len() as u64 <= most => Ok(data),
-            Ok(_) => {
-                Err(self
-                    .fail(Status::INVALID, format!("the file {path}, named by {variable}, has more than {most} bytes")))
-            }
-            Err(e) => {
-                Err(self.fail(Status::INVALID, format!("the file {path}, named by {variable}, cannot be read: {e}")))
-            }
-        })
+        let opened = dir.open_with(&file, OpenOptions::new().read(true).custom_flags(NONBLOCK));
+        let read = contents(opened.map(cap_std::fs::File::into_std), "file", most);
+        Ok(read.map_err(|why| {
+            self.fail(Status::INVALID, format!("the file {path}, named by {variable}, cannot be read: {why}"))
+        }))
     }
 
     fn write(&mut self, variable: String, data: Vec<u8>) -> Trap<Answer<()>> {
@@ -218,7 +234,15 @@ impl files::Host for HostState {
             Ok(g) => g,
             Err(s) => return Ok(Err(s)),
         };
-        let written = dir.create(&file).and_then(|mut f| f.write_all(&data));
+        let mut how = OpenOptions::new();
+        how.write(true).create(true).custom_flags(NONBLOCK);
+        let written = dir.open_with(&file, &how).and_then(|mut f| {
+            if !f.metadata()?.is_file() {
+                return Err(std::io::Error::other("it is not a regular file"));
+            }
+            f.set_len(0)?;
+            f.write_all(&data)
+        });
         Ok(written.map_err(|e| {
             self.fail(Status::FAILURE, format!("the file {path}, named by {variable}, cannot be written: {e}"))
         }))
@@ -227,7 +251,7 @@ impl files::Host for HostState {
 
 impl clock::Host for HostState {
     fn monotonic_ns(&mut self) -> Trap<u64> {
-        static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+        static START: OnceLock<Instant> = OnceLock::new();
         Ok(START.get_or_init(Instant::now).elapsed().as_nanos() as u64)
     }
 
@@ -270,5 +294,19 @@ impl log::Host for HostState {
             log::Level::Trace => tracing::trace!(target: "CCOM", %tenant, "{text}"),
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mask_is_cut_to_the_cpus_of_the_process() {
+        let mut own = CpuSet::new();
+        [1, 2, 70].into_iter().for_each(|c| own.set(c));
+        assert_eq!(words(&within(&own, &[0b1110, 1 << 6]))[..2], [0b110, 1 << 6]);
+        assert_eq!(within(&own, &[0b1001, 0, u64::MAX]).count(), 0);
+        assert_eq!(words(&within(&own, &[u64::MAX; MASK_WORDS])), words(&own));
     }
 }

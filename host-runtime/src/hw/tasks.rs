@@ -73,29 +73,27 @@ impl HostState {
         }
         let (owner, token) = (tenant.clone(), abort.clone());
         let body = move || {
+            let tenant = owner.clone();
+            let ended = |why: &str| {
+                if tenant.may_log() {
+                    tracing::warn!(tenant = %tenant.name, task = %kind, "a background task ended: {why}");
+                }
+            };
             // Instantiated here and not by the spawner, whose locks guest code must not run under.
             let state_of = HostState::new(owner, Some(library.clone()), token, None);
             let instance = match Instance::new(&library, state_of) {
                 Ok(i) => i,
-                Err(why) => {
-                    tracing::error!(task = %kind, "the task's instance could not be made: {why}");
-                    return;
-                }
+                Err(why) => return ended(&format!("its instance could not be made: {why}")),
             };
-            let handle = match listener.map(|l| instance.peek(|s| s.adopt_listener(l))).transpose() {
+            let handle = match listener.map(|l| instance.peek(|s| s.add(l))).transpose() {
                 Ok(h) => h,
-                Err(s) => {
-                    tracing::error!(task = %kind, "the task could not take its listener over: {}", Status::from(&s));
-                    return;
-                }
+                Err(s) => return ended(&format!("it could not take its listener over: {}", Status::from(&s))),
             };
             type Params<'a> = (&'a str, &'a [u8], Option<Resource<ListenerObject>>);
             match instance.call::<Params<'_>, Result<(), NrtStatus>>("task-entry.run", &run, (&kind, &state, handle)) {
                 Ok((Ok(()), _)) => tracing::debug!(task = %kind, "task ended"),
-                Ok((Err(s), causes)) => {
-                    tracing::warn!(task = %kind, "task ended with {}: {}", Status::from(&s), causes.join("; "));
-                }
-                Err(e) => tracing::error!(task = %kind, "task stopped: {e}"),
+                Ok((Err(s), causes)) => ended(&format!("{}: {}", Status::from(&s), causes.join("; "))),
+                Err(e) => ended(&e.to_string()),
             }
         };
         match std::thread::Builder::new().name("wccl-task".into()).spawn(body) {
@@ -110,12 +108,6 @@ impl HostState {
             }
         }
     }
-
-    fn adopt_listener(&mut self, listener: ListenerObject) -> Answer<Resource<ListenerObject>> {
-        let r = self.add(listener)?;
-        self.sockets += 1;
-        Ok(r)
-    }
 }
 
 impl Host for HostState {
@@ -123,10 +115,7 @@ impl Host for HostState {
         let moved = match listener {
             None => None,
             Some(handle) => match self.remove(handle) {
-                Some(l) => {
-                    self.sockets -= 1;
-                    Some(l)
-                }
+                Some(l) => Some(l),
                 None => {
                     return Ok(Err(
                         self.fail(Status::INVALID_HANDLE, "the listener handed to a task is not the plugin's")

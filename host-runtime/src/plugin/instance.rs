@@ -126,7 +126,7 @@ impl Instance {
         let tenant = state.tenant.clone();
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
-        store.data_mut().begin_call(None);
+        store.data_mut().begin_call("instantiate", None);
         let span = store.data().span.clone();
         let _logged = span.enter();
         let ticking = Ticking::start();
@@ -269,7 +269,7 @@ impl Instance {
         let _logged = span.enter();
         self.tenant.counters.entry();
         let fuel = self.tenant.limits.hostcall_bytes;
-        store.data_mut().begin_call(until);
+        store.data_mut().begin_call(entry, until);
         store.set_hostcall_fuel(fuel);
         store.set_epoch_deadline(1);
         // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must
@@ -286,7 +286,9 @@ impl Instance {
                 let (causes, limit) = store.data_mut().take_causes();
                 let cause = limit.unwrap_or_else(|| cause_of(&e, store.data()));
                 self.tenant.counters.trapped();
-                tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
+                if self.tenant.may_log() {
+                    tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
+                }
                 // A guest that its own user's abort, or a swap, ended has done nothing wrong.
                 if !store.data().abort.aborted() && store.data().unwanted.get().is_none() {
                     let said = format!("{cause} (in {entry})");

@@ -9,7 +9,7 @@ pub mod engine;
 mod grant;
 mod instance;
 pub mod signing;
-mod source;
+pub(crate) mod source;
 pub mod state;
 pub mod supervisor;
 pub(crate) mod throttle;

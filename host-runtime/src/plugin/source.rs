@@ -15,8 +15,8 @@ use crate::limits::MAX_PLUGIN_BYTES;
 use crate::policy::{Plugins, listed};
 use crate::tenant::Tenant;
 
-/// Not blocking: a pipe must not hold the load up.
-const NONBLOCK: i32 = rustix::fs::OFlags::NONBLOCK.bits() as i32;
+/// Not blocking: a pipe must not hold its reader up.
+pub(crate) const NONBLOCK: i32 = rustix::fs::OFlags::NONBLOCK.bits() as i32;
 /// Bytes of a signature file: 128 hexadecimal digits and the end of a line; 64 bytes if it is not text.
 const MAX_SIGNATURE_BYTES: u64 = 130;
 
@@ -95,7 +95,8 @@ fn parse_signature(text: &[u8]) -> Option<Signature> {
     Some(Signature::from_bytes(&raw))
 }
 
-fn contents(file: std::io::Result<File>, what: &str, most: u64) -> Result<Vec<u8>, String> {
+/// What is in a regular file, of at most `most` bytes.
+pub(crate) fn contents(file: std::io::Result<File>, what: &str, most: u64) -> Result<Vec<u8>, String> {
     let file = file.map_err(|e| format!("it cannot be opened: {e}"))?;
     let meta = file.metadata().map_err(|e| format!("it cannot be inspected: {e}"))?;
     if !meta.is_file() {

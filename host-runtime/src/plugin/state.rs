@@ -1,8 +1,10 @@
 //! What a store holds for its guest: handles, limits, the call's budget, and the sentences of what went wrong.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use hw_bridge::log_rate::LogRate;
 use wasmtime::component::{Resource, ResourceTable};
 use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
 use wasmtime_wasi::WasiCtx;
@@ -14,7 +16,7 @@ use crate::hw::rendezvous::Published;
 use crate::limits::MAX_CAUSES;
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
-use crate::tenant::Tenant;
+use crate::tenant::{Counted, Tenant};
 
 /// How long a guest may take to come back after an abort, or after the deadline of the operation that it serves.
 const GRACE: Duration = Duration::from_millis(500);
@@ -36,9 +38,10 @@ pub struct HostState {
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
-    pub(crate) sockets: usize,
     /// When the waits of the entry that is called next end at the latest, if its caller has said so.
     pub(crate) waits_until: Option<Instant>,
+    /// The entry under way.
+    pub(crate) entry: &'static str,
     /// Set once the instance is made: a start function may not start tasks.
     pub(crate) live: bool,
     /// Why the call under way is to end, if somebody wants that.
@@ -55,7 +58,8 @@ pub struct HostState {
     spent: Duration,
     /// How long to sleep for what was used beyond the tenant's share of a core.
     owed: Duration,
-    log_window: (Instant, u32),
+    log_rate: LogRate,
+    _counted: Counted,
 }
 
 impl std::fmt::Debug for HostState {
@@ -72,6 +76,7 @@ impl HostState {
         core: Option<i32>,
     ) -> Self {
         let grant = library.as_ref().map_or_else(|| Arc::new(Grant::of(&tenant)), |l| l.grant.clone());
+        let counted = tenant.instances.count();
         let (plugin, version) = library.as_ref().map_or(("", ""), |l| (l.name.as_str(), l.version()));
         // Of the highest level, or a filter that shows warnings would not show whose they are.
         let span = tracing::error_span!("plugin", tenant = %tenant.name, plugin, version, rank = tracing::field::Empty);
@@ -86,8 +91,8 @@ impl HostState {
             core,
             client: None,
             published: Vec::new(),
-            sockets: 0,
             waits_until: None,
+            entry: "",
             live: false,
             unwanted: Arc::default(),
             objects: 0,
@@ -99,7 +104,8 @@ impl HostState {
             entered: Instant::now(),
             spent: Duration::ZERO,
             owed: Duration::ZERO,
-            log_window: (Instant::now(), 0),
+            log_rate: LogRate::default(),
+            _counted: counted,
         }
     }
 
@@ -224,8 +230,9 @@ impl HostState {
         wasmtime::format_err!("{why}")
     }
 
-    /// Before a call, for an operation that gives up at `until`: a fresh budget, no old sentences.
-    pub(crate) fn begin_call(&mut self, until: Option<Instant>) {
+    /// Before a call of `entry`, for an operation that gives up at `until`: a fresh budget, no old sentences.
+    pub(crate) fn begin_call(&mut self, entry: &'static str, until: Option<Instant>) {
+        self.entry = entry;
         self.begun = Instant::now();
         self.until = until;
         self.entered = self.begun;
@@ -286,7 +293,7 @@ impl HostState {
     pub(crate) fn release(&mut self) {
         self.table = handles(&self.tenant);
         self.published.clear();
-        (self.sockets, self.objects) = (0, 0);
+        self.objects = 0;
     }
 
     /// Forgets a host object whose handle was dropped or given back.
@@ -298,32 +305,15 @@ impl HostState {
 
     /// Whether one more log line is within the rate.
     pub(crate) fn may_log(&mut self) -> bool {
-        let now = Instant::now();
-        if now.duration_since(self.log_window.0).as_secs() >= 1 {
-            self.tell_dropped_lines();
-            self.log_window = (now, 0);
-        }
-        self.log_window.1 = self.log_window.1.saturating_add(1);
-        let within = self.log_window.1 <= self.tenant.limits.log_rate;
-        if !within {
-            self.tenant.counters.refused("limits.log-lines");
-        }
-        within
-    }
-
-    /// Says once for each second how many lines were too many in it.
-    fn tell_dropped_lines(&self) {
-        let (tenant, rate) = (&self.tenant.name, self.tenant.limits.log_rate);
-        let dropped = self.log_window.1.saturating_sub(rate);
-        if dropped > 0 {
-            tracing::warn!(%tenant, "{dropped} log lines of a plugin were dropped; limits.log-lines grants {rate} a second");
-        }
+        self.tenant.within_rate(&self.log_rate)
     }
 }
 
 impl Drop for HostState {
     fn drop(&mut self) {
-        self.tell_dropped_lines();
+        let tenant = self.tenant.clone();
+        self.log_rate.end(tenant.limits.log_rate, |n| tenant.tell_dropped_lines(n));
+        tenant.memory.fetch_sub(self.memory, Ordering::Relaxed);
     }
 }
 
@@ -345,6 +335,7 @@ impl ResourceLimiter for HostState {
             return Ok(false);
         }
         self.memory = total;
+        self.tenant.memory.fetch_add(desired.saturating_sub(current), Ordering::Relaxed);
         Ok(true)
     }
 

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hw_bridge::dial::dial;
 use hw_bridge::foreign::Mark;
 use hw_bridge::links::Granted;
 use hw_bridge::peers::{Control as ControlSegment, Peer};
@@ -17,8 +18,10 @@ use hw_bridge::segment::Segment;
 use hw_bridge::semaphore::{WaitPolicy, asymmetric};
 use hw_bridge::sequencer::Endpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::SocketAddrUnix;
 
-use super::wire::{Bound, Greeting, Hello, Join, Link, Meeting, Reply, Request, Said, Welcome};
+use super::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
 use crate::abort::AbortToken;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
@@ -66,40 +69,26 @@ fn lost(socket: &Path, why: impl std::fmt::Display) -> Error {
     Error::Service { what, status: Status::CLOSED }
 }
 
-/// A full queue of connections is tried again; a blocking connect would wait for ever.
-fn dial(socket: &Path) -> Result<UnixStream, Error> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-    let no = |e: rustix::io::Errno| {
+fn reach(socket: &Path) -> Result<UnixStream, Error> {
+    let at = SocketAddrUnix::new(socket);
+    at.and_then(|at| dial(&at, None, Instant::now() + SERVICE_MESSAGE)).map_err(|e| {
         let hint = match e {
-            rustix::io::Errno::ACCESS => "; its policy does not name this user",
-            rustix::io::Errno::NOENT | rustix::io::Errno::CONNREFUSED => "; is `wccl serve` running?",
+            Errno::ACCESS => "; its policy does not name this user",
+            Errno::NOENT | Errno::CONNREFUSED => "; is `wccl serve` running?",
             _ => "",
         };
         let what = format!("the service at {} cannot be reached: {e}{hint}", socket.display());
         Error::Service { what, status: Status::CLOSED }
-    };
-    let until = Instant::now() + SERVICE_MESSAGE;
-    let address = SocketAddrUnix::new(socket).map_err(no)?;
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(no)?;
-    loop {
-        match connect(&fd, &address) {
-            Ok(()) => return Ok(fd.into()),
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) if Instant::now() < until => {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            Err(e) => return Err(no(e)),
-        }
-    }
+    })
 }
 
 impl Line {
     fn open(socket: &Path, calls: Arc<AtomicU64>) -> Result<(Line, Welcome), Error> {
-        let stream = dial(socket)?;
+        let stream = reach(socket)?;
         let until = Instant::now() + SERVICE_MESSAGE;
         let said = message::send(&stream, &Hello::mine(), &[], until);
         // One that refuses may do so before it reads.
-        let greeting = message::receive::<Greeting>(&stream, until).map_err(|e| said.err().unwrap_or(e));
+        let greeting = message::receive::<Greeting>(&stream, 0, until).map_err(|e| said.err().unwrap_or(e));
         match greeting.map_err(|e| lost(socket, e))?.0 {
             Greeting::Welcome(welcome) => {
                 let longest = Duration::from_millis(welcome.longest_ms);
@@ -139,7 +128,7 @@ impl Line {
                     message::send(&self.stream, &Request::Abort { reason }, &[], Instant::now() + SERVICE_MESSAGE)?;
                     continue;
                 }
-                let (said, fds) = message::receive::<Said>(&self.stream, until)?;
+                let (said, fds) = message::receive::<Said>(&self.stream, 3 * LINKS_AT_ONCE, until)?;
                 self.calls.store(said.calls, Ordering::Relaxed);
                 let mut fds = VecDeque::from(fds);
                 let Reply::Links(new) = said.reply else { return Ok(Ok((said.reply, fds))) };

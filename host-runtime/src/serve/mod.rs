@@ -28,13 +28,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hw_bridge::credentials::{self, Credentials, PeerPid};
 use hw_bridge::hbm::Hbm;
+use hw_bridge::limits::REFUSALS_LOGGED;
+use hw_bridge::log_rate::LogRate;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
@@ -42,7 +44,7 @@ use crate::error::Error;
 use crate::message;
 use crate::nrt::{Runtime, RuntimeConfig};
 use crate::policy::Policy;
-use crate::tenant::lock;
+use crate::tenant::{Counted, Quota, lock};
 use wire::Greeting;
 
 /// How long a lease is waited for whose holder may just be leaving.
@@ -88,7 +90,8 @@ struct Hosted {
     socket: PathBuf,
     cores: Arc<Cores>,
     runtimes: Mutex<HashMap<u128, Weak<Lessee>>>,
-    connections: AtomicUsize,
+    connections: Quota,
+    refusals: LogRate,
     ending: Arc<AtomicBool>,
     stop: Arc<OwnedFd>,
     identify: fn(&UnixStream) -> std::io::Result<Credentials>,
@@ -180,7 +183,7 @@ impl Hosted {
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
                 // Out of descriptors and the like: whoever asked times out with its own message.
                 Err(e) => {
-                    tracing::warn!(tenant = %self.policy.tenant, "accepting a client failed: {e}");
+                    self.log_refusal(&format!("accepting it failed: {e}"));
                     std::thread::sleep(Duration::from_millis(5));
                 }
             }
@@ -191,40 +194,41 @@ impl Hosted {
         }
     }
 
-    fn admit(self: &Arc<Self>, stream: UnixStream) -> Option<JoinHandle<()>> {
-        let most = self.policy.service.clients;
-        if self.connections.load(Ordering::Relaxed) >= most {
-            let tenant = &self.policy.tenant;
-            let why = format!("tenant {tenant} has {most} connections, as many as its policy allows (service.clients)");
+    /// Says who was sent away and why, within a rate.
+    fn log_refusal(&self, why: &str) {
+        let tenant = &self.policy.tenant;
+        if self.refusals.admits(REFUSALS_LOGGED, |n| tracing::warn!(%tenant, "{n} more clients were refused")) {
             tracing::warn!(%tenant, "a client was refused: {why}");
-            // It fits the socket's buffer; a client that left does not matter.
-            let _ = message::send(&stream, &Greeting::Refused { why }, &[], Instant::now());
-            return None;
         }
-        let counted = Counted::of(self.clone());
-        let serve = move || session::serve(&counted.0, &stream);
+    }
+
+    /// Whose a connection is, if the tenant serves it and has room; a stranger costs no thread.
+    fn known(&self, stream: &UnixStream) -> Result<(Credentials, Counted), String> {
+        let who = (self.identify)(stream).map_err(|e| format!("the kernel does not say who it is: {e}"))?;
+        self.admits(who.uid)?;
+        let most = self.policy.service.clients;
+        let tenant = &self.policy.tenant;
+        let full = || format!("tenant {tenant} has {most} connections, as many as its policy allows (service.clients)");
+        Ok((who, self.connections.take(most).ok_or_else(full)?))
+    }
+
+    fn admit(self: &Arc<Self>, stream: UnixStream) -> Option<JoinHandle<()>> {
+        let (who, counted) = match self.known(&stream) {
+            Ok(known) => known,
+            Err(why) => {
+                self.log_refusal(&why);
+                // It fits the socket's buffer; a client that left does not matter.
+                let _ = message::send(&stream, &Greeting::Refused { why }, &[], Instant::now());
+                return None;
+            }
+        };
+        let hosted = self.clone();
+        let serve = move || {
+            session::serve(&hosted, &stream, &who);
+            drop(counted);
+        };
         let spawned = std::thread::Builder::new().name("wccl-session".into()).spawn(serve);
-        spawned
-            .inspect_err(|e| {
-                tracing::warn!(tenant = %self.policy.tenant, "a client was refused: no thread for it: {e}");
-            })
-            .ok()
-    }
-}
-
-/// A connection that counts until it is dropped.
-struct Counted(Arc<Hosted>);
-
-impl Counted {
-    fn of(hosted: Arc<Hosted>) -> Counted {
-        hosted.connections.fetch_add(1, Ordering::Relaxed);
-        Counted(hosted)
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+        spawned.inspect_err(|e| self.log_refusal(&format!("no thread for it: {e}"))).ok()
     }
 }
 
@@ -261,6 +265,17 @@ fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
         return Err(Error::Config(format!("there is no policy (*.toml) in {}; a service has tenants", dir.display())));
     }
     Ok(all)
+}
+
+/// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
+/// docs/service.md says how many for what.
+fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
+    let of = |p: &Arc<Policy>| {
+        let all = [(p.limits.sockets, 1), (p.limits.names, 3), (p.limits.tasks, 4), (p.service.clients, 10)];
+        all.into_iter().fold(0, |sum: u64, (n, each)| sum.saturating_add((n as u64).saturating_mul(each)))
+    };
+    let need = policies.iter().map(of).fold(0, u64::saturating_add);
+    hw_bridge::exhausted::room_for(need).map_err(|why| format!("what all policies grant {why}; or grant less"))
 }
 
 /// The directory of sockets, with the lock that says whose it is.
@@ -315,6 +330,9 @@ impl Server {
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
+        if let Err(why) = room(&policies) {
+            tracing::warn!("{why}");
+        }
         let lock = claim(&config.sockets)?;
         let io = |what: String| move |source: std::io::Error| Error::System { what, source };
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| io("making the stop event".into())(e.into()))?;
@@ -330,7 +348,8 @@ impl Server {
                 policy,
                 cores: cores.clone(),
                 runtimes: Mutex::default(),
-                connections: AtomicUsize::new(0),
+                connections: Quota::default(),
+                refusals: LogRate::default(),
                 ending: server.ending.clone(),
                 stop: server.stop.clone(),
                 identify: config.identify,
@@ -377,5 +396,25 @@ impl Drop for Server {
             // One that panicked has reported by itself.
             let _ = door.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grants_that_no_limit_of_descriptors_holds_are_told() {
+        let policy = |connections: u64| {
+            let text = format!(
+                "tenant = \"red\"\n[plugins]\ndirectory = \"/\"\nallow = [{{ file = \"a\" }}]\n[service]\nclients = 1\n[limits]\n\
+                 connections = {connections}\nnames = 0\ntasks = 0"
+            );
+            Arc::new(Policy::parse(Path::new("red.toml"), &text).unwrap())
+        };
+        assert_eq!(room(&[policy(10), policy(10)]), Ok(()));
+        // More than fs.nr_open allows anywhere.
+        let e = room(&[policy(10), policy(1 << 40)]).unwrap_err();
+        assert!(e.contains("what all policies grant needs 1099511627806 file descriptors"), "{e}");
     }
 }

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use hw_bridge::credentials;
+use hw_bridge::credentials::{self, Credentials};
 use hw_bridge::peers::Owner;
 use hw_bridge::segment::Segment;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -32,16 +32,13 @@ use crate::tenant::lock;
 const MAX_WORDS: usize = 400;
 
 /// Serves a connection to its end.
-pub(super) fn serve(hosted: &Arc<Hosted>, stream: &UnixStream) {
+pub(super) fn serve(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) {
     let tenant = &hosted.policy.tenant;
-    let (lessee, uid) = match greet(hosted, stream) {
-        Ok(known) => known,
-        Err(why) => {
-            tracing::warn!(%tenant, "a client was refused: {why}");
-            return;
-        }
+    let lessee = match greet(hosted, stream, who) {
+        Ok(lessee) => lessee,
+        Err(why) => return hosted.log_refusal(&why),
     };
-    tracing::debug!(%tenant, pid = %lessee.pid, uid, "a client has connected");
+    tracing::debug!(%tenant, pid = %who.pid, uid = who.uid, "a client has connected");
     let why = match AbortToken::new() {
         Ok(abort) => converse(hosted, stream, lessee, &abort),
         Err(e) => format!("its abort event could not be made: {e}"),
@@ -49,13 +46,11 @@ pub(super) fn serve(hosted: &Arc<Hosted>, stream: &UnixStream) {
     tracing::debug!(%tenant, "a client's connection has ended: {why}");
 }
 
-/// Checks who is there and which version it speaks. The sentence of a refusal goes to the client too.
-fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32), String> {
+/// Checks which version it speaks. The sentence of a refusal goes to the client too.
+fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result<Arc<Lessee>, String> {
     let until = Instant::now() + SERVICE_MESSAGE;
     let checked = (|| {
-        let who = (hosted.identify)(stream).map_err(|e| format!("the kernel does not say who it is: {e}"))?;
-        hosted.admits(who.uid)?;
-        let (hello, _) = message::receive::<Hello>(stream, until).map_err(|e| e.to_string())?;
+        let (hello, _) = message::receive::<Hello>(stream, 0, until).map_err(|e| e.to_string())?;
         if hello.protocol != PROTOCOL {
             let theirs = Hello { release: said(&hello.release), ..hello };
             let mine = Hello::mine();
@@ -65,18 +60,18 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32)
                 theirs.protocol, theirs.release, mine.protocol, mine.release
             ));
         }
-        let pidfd = process_of(stream, &who).map_err(|e| format!("its process cannot be watched: {e}"))?;
+        let pidfd = process_of(stream, who).map_err(|e| format!("its process cannot be watched: {e}"))?;
         let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
         let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
         let lessee = Arc::new(Lessee { tenant, pid: who.pid, pidfd, memory: Mutex::default() });
         let mut runtimes = lock(&hosted.runtimes);
         runtimes.retain(|_, l| l.strong_count() > 0);
         runtimes.insert(session, Arc::downgrade(&lessee));
-        Ok((lessee, who.uid, session))
+        Ok((lessee, session))
     })();
     let greeting = match &checked {
         Err(why) => Greeting::Refused { why: why.clone() },
-        Ok((_, _, session)) => {
+        Ok((_, session)) => {
             let tenant = hosted.runtime.tenant();
             let longest = tenant.limits.wall + tenant.limits.entry + SERVICE_MESSAGE;
             Greeting::Welcome(Welcome {
@@ -93,9 +88,9 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream) -> Result<(Arc<Lessee>, u32)
         }
     };
     let said = message::send(stream, &greeting, &[], until);
-    let (lessee, uid, _) = checked?;
+    let (lessee, _) = checked?;
     said.map_err(|e| e.to_string())?;
-    Ok((lessee, uid))
+    Ok(lessee)
 }
 
 /// A client's words, as far as a line of the log and a terminal can have them.
@@ -104,7 +99,7 @@ fn said(text: &str) -> String {
 }
 
 /// What becomes readable when the client's process ends.
-fn process_of(stream: &UnixStream, who: &credentials::Credentials) -> std::io::Result<OwnedFd> {
+fn process_of(stream: &UnixStream, who: &Credentials) -> std::io::Result<OwnedFd> {
     use rustix::io::Errno;
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
     let by_number = || {
@@ -181,7 +176,7 @@ fn next(stream: &UnixStream, process: &OwnedFd, stop: &OwnedFd) -> Result<Reques
             Ok(_) if !fds[1].revents().is_empty() => return Err("the client's process has ended".into()),
             Ok(_) => {}
         }
-        return match message::receive::<Request>(stream, Instant::now() + SERVICE_MESSAGE) {
+        return match message::receive::<Request>(stream, 0, Instant::now() + SERVICE_MESSAGE) {
             Ok((request, _)) => Ok(request),
             Err(MessageError::Closed) => Err("the client has closed its connection".into()),
             Err(e) => Err(e.to_string()),

@@ -55,10 +55,14 @@ fn with_plan<T>(comm: &Communicator, f: impl FnOnce(&mut Plan) -> Result<T, Fail
     })
 }
 
-fn keep(made: (Communicator, Plan)) -> Communicator {
-    let (comm, plan) = made;
-    PLANS.with_borrow_mut(|plans| plans.insert(comm.id(), plan));
-    comm
+/// The two entries that make a communicator: `entry` keeps its plan.
+fn init(entry: &str, i: &Init<'_>) -> Status<Communicator> {
+    init_net();
+    let made = plan::init(i).map(|(comm, plan)| {
+        PLANS.with_borrow_mut(|plans| plans.insert(comm.id(), plan));
+        comm
+    });
+    answer(entry, made)
 }
 
 /// Binds the net plug-in if there is one; without one the library goes on (transports 5).
@@ -243,9 +247,8 @@ impl<R: Release> Guest for Library<R> {
         root_comm_id: Option<String>,
         _hint: String,
     ) -> Status<Communicator> {
-        init_net();
-        let i = Init { rank: g_dev_id, nranks: g_dev_count, dev: &dev, root: Ok(root_comm_id.as_deref()) };
-        answer("neuronInitGlobalComm", plan::init(&i).map(keep))
+        let root = Ok(root_comm_id.as_deref());
+        init("neuronInitGlobalComm", &Init { rank: g_dev_id, nranks: g_dev_count, dev: &dev, root })
     }
 
     fn neuron_init_comm(
@@ -255,9 +258,7 @@ impl<R: Release> Guest for Library<R> {
         dev: NeuronDeviceInfo,
         _bypass_graph: bool,
     ) -> Status<Communicator> {
-        init_net();
-        let i = Init { rank, nranks: rank_n, dev: &dev, root: Err(&id) };
-        answer("neuronInitComm", plan::init(&i).map(keep))
+        init("neuronInitComm", &Init { rank, nranks: rank_n, dev: &dev, root: Err(&id) })
     }
 
     fn neuron_build_graph_comm(comm: &Communicator) -> Status<()> {
