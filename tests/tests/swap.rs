@@ -18,7 +18,7 @@ use common::{PluginFile, config, free_port, plugin_file};
 use host_runtime::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::swap::{self, Fault, Kind, Order, Outcome, Step, coordinate};
 use host_runtime::{DataType, ReduceOp};
-use tests::zoo;
+use tests::{reduction, zoo};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(60);
@@ -82,18 +82,12 @@ struct Job {
     ranks: Vec<JoinHandle<Communicator>>,
 }
 
-/// One all-reduce whose first element says whether rank 0 wants to stop.
+/// One checked all-reduce; answers whether rank 0 has enough.
 fn reduce(comm: &mut Communicator, stop: bool, ops: u32) -> bool {
-    let (rank, n) = (comm.rank() as u32, comm.nranks() as u32);
     let count = [1, 33, 3000][ops as usize % 3];
-    let mut values: Vec<u32> = (0..count).map(|i| (i + ops).wrapping_mul(rank + 1)).collect();
-    values[0] = u32::from(stop && rank == 0);
-    let mut bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    comm.all_reduce(Io::HostInPlace(&mut bytes), u64::from(count), DataType::Uint32, ReduceOp::Sum).unwrap();
-    let got: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
-    let ranks: u32 = (1..=n).sum();
-    assert!(got.iter().enumerate().skip(1).all(|(i, v)| *v == (i as u32 + ops).wrapping_mul(ranks)), "wrong at {ops}");
-    got[0] != 0
+    let mut bytes = reduction::filled(comm.rank(), count, ops, stop);
+    comm.all_reduce(Io::HostInPlace(&mut bytes), count as u64, DataType::Uint32, ReduceOp::Sum).unwrap();
+    reduction::checked(&bytes, comm.nranks(), ops).unwrap()
 }
 
 impl Job {

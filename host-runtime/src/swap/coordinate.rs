@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::{Ballot, Decision};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
 
 use super::{Kind, LONGEST, Outcome, Request, Status};
 use crate::control::{self, Answer, Question};
@@ -17,7 +18,7 @@ use crate::limits::MESSAGE_PATIENCE;
 use crate::message::{self, MessageError};
 
 /// What is wanted of a tenant.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     /// The tenant's name.
     pub tenant: String,
@@ -173,20 +174,8 @@ pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let Some(fd) = ballot.fd() else { return Err(Error::Bug("a ballot that was just made has no descriptor".into())) };
     let pids: Vec<u32> = met.iter().map(|(_, s)| s.pid).collect();
     for (place, (stream, status)) in met.iter().enumerate() {
-        let request = Request {
-            id,
-            place,
-            pids: pids.clone(),
-            kind: order.kind,
-            plugin: plugin.clone(),
-            why: order.why.clone(),
-            stateless: order.stateless,
-            force: order.force,
-            dry: order.dry,
-            timeout: order.timeout,
-            quiesce: order.quiesce,
-            probation: order.probation,
-        };
+        let order = Order { plugin: plugin.clone(), ..order.clone() };
+        let request = Request { id, place, pids: pids.clone(), order };
         let why = match control::ask_on(stream, &Question::Swap(request), &[fd]) {
             Ok(Answer::Done) => continue,
             Ok(Answer::Refused(why)) => why,

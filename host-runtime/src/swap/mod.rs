@@ -40,7 +40,6 @@ mod part;
 mod probation;
 
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -77,24 +76,8 @@ pub struct Request {
     pub place: usize,
     /// Processes of all participants.
     pub pids: Vec<u32>,
-    /// What is replaced.
-    pub kind: Kind,
-    /// The new plugin; `None` goes back to the one that is in probation.
-    pub plugin: Option<PathBuf>,
-    /// Why, where a swap goes back.
-    pub why: String,
-    /// The plans of the old plugin are not handed over.
-    pub stateless: bool,
-    /// Calls that are inside the old plugin are not waited for.
-    pub force: bool,
-    /// Stop before anything is held up, and say what would happen.
-    pub dry: bool,
-    /// Bound of everything before the ranks stand still.
-    pub timeout: Duration,
-    /// Bound of standing still.
-    pub quiesce: Duration,
-    /// How long the old library stays beside the new one.
-    pub probation: Duration,
+    /// What is wanted.
+    pub order: Order,
 }
 
 /// What became of a swap on one participant.
@@ -242,13 +225,14 @@ impl Swaps {
         if state.closing {
             return Err("the runtime is closing".into());
         }
-        if [request.timeout, request.quiesce, request.probation].into_iter().any(|t| t > LONGEST) {
+        let order = &request.order;
+        if [order.timeout, order.quiesce, order.probation].into_iter().any(|t| t > LONGEST) {
             return Err(format!("a time-out and a probation are at most {LONGEST:?}"));
         }
         if let Some((_, doing)) = &state.current {
             return Err(format!("another swap is under way ({doing}); one at a time"));
         }
-        match (&state.parked, &request.plugin) {
+        match (&state.parked, &order.plugin) {
             (Some(p), Some(_)) => {
                 let left = p.until.saturating_duration_since(std::time::Instant::now());
                 return Err(format!(
@@ -259,8 +243,8 @@ impl Swaps {
             _ => {}
         }
         let ballot = Arc::new(ballot);
-        let doing = match &request.plugin {
-            Some(p) if request.dry => format!("planning for {}", p.display()),
+        let doing = match &order.plugin {
+            Some(p) if order.dry => format!("planning for {}", p.display()),
             Some(p) => format!("swapping to {}", p.display()),
             None => "going back".to_string(),
         };

@@ -9,7 +9,7 @@ use hw_bridge::sequencer::{Closed, Lacking, Positions};
 
 use super::candidate::{Candidate, digest_words};
 use super::doors::{Passing, Shut};
-use super::{Fault, Kind, Outcome, Request, Step, probation};
+use super::{Fault, Kind, Order, Outcome, Request, Step, probation};
 use crate::control::Answer;
 use crate::limits::MESSAGE_PATIENCE;
 use crate::nrt::Runtime;
@@ -31,7 +31,8 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
     // Whoever asked may be gone; the others go on all the same.
     let _ = crate::message::send(stream, &Answer::Done, &[], Instant::now() + MESSAGE_PATIENCE);
     let traps = runtime.0.tenant.counters.traps();
-    let part = Part { runtime: &runtime, request, ballot };
+    let order = &request.order;
+    let part = Part { runtime: &runtime, request, order, ballot };
     /// However the thread ends, the others are not kept waiting, nor the next swap out.
     struct Ends<'a>(&'a Runtime, &'a Ballot);
     impl Drop for Ends<'_> {
@@ -50,10 +51,9 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
         let (pause, text) = match &outcome {
             Outcome::Swapped { pause, generation } => {
                 state.counts.committed += 1;
-                state.counts.rolled_back += u64::from(request.plugin.is_none());
+                state.counts.rolled_back += u64::from(order.plugin.is_none());
                 state.counts.last_pause = *pause;
-                let back =
-                    if request.plugin.is_none() { format!("went back: {}; ", request.why) } else { String::new() };
+                let back = if order.plugin.is_none() { format!("went back: {}; ", order.why) } else { String::new() };
                 (*pause, format!("{back}generation {generation} serves since then, after a pause of {pause:?}"))
             }
             Outcome::Possible(text) => (Duration::ZERO, text.clone()),
@@ -77,6 +77,7 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
 struct Part<'a> {
     runtime: &'a Runtime,
     request: &'a Request,
+    order: &'a Order,
     ballot: &'a Arc<Ballot>,
 }
 
@@ -136,25 +137,25 @@ impl Part<'_> {
     }
 
     fn attempt(&self) -> Result<Outcome, String> {
-        let (request, ballot) = (self.request, self.ballot);
-        let until = Instant::now() + request.timeout;
+        let (request, order, ballot) = (self.request, self.order, self.ballot);
+        let until = Instant::now() + order.timeout;
         self.at(Step::Load)?;
-        if request.kind == Kind::Net {
+        if order.kind == Kind::Net {
             return self.net(until);
         }
         // It stays where it is until the decision.
         let parked = lock(&self.runtime.0.swaps.state).parked.clone();
-        let mut candidate = Candidate::load(self.runtime, request, parked.as_ref())?;
+        let mut candidate = Candidate::load(self.runtime, order, parked.as_ref())?;
         drop(parked);
         self.goes_on()?;
         self.at(Step::Prepare)?;
         let communicators = candidate.prepare()?;
         self.check_peers(&candidate)?;
-        if request.dry {
+        if order.dry {
             ballot.vote(request.place, candidate.vote());
             self.all_voted(until)?;
             let (name, how) =
-                (&candidate.loaded.library.name, if request.stateless { "stateless" } else { "handed over" });
+                (&candidate.loaded.library.name, if order.stateless { "stateless" } else { "handed over" });
             return Ok(Outcome::Possible(format!("{name} would serve {communicators} communicators, plans {how}")));
         }
         self.goes_on()?;
@@ -170,17 +171,17 @@ impl Part<'_> {
     /// FREEZE, EXPORT, IMPORT; answers how many calls had entered the old plugin then. The doors open again: until the ranks
     /// stand still the old plugin serves, or an operation that comes after such a call would wait for it.
     fn hand_over(&self, candidate: &mut Candidate, until: Instant) -> Result<u64, String> {
-        let request = self.request;
+        let order = self.order;
         self.at(Step::Freeze)?;
-        let shut = self.shut(until.min(Instant::now() + request.quiesce))?;
+        let shut = self.shut(until.min(Instant::now() + order.quiesce))?;
         let _passing = Passing::begin();
         // Those that were made meanwhile.
         candidate.prepare()?;
         self.check_peers(candidate)?;
         self.at(Step::Export)?;
-        if request.plugin.is_none() {
+        if order.plugin.is_none() {
             candidate.take_up_again();
-        } else if !request.stateless {
+        } else if !order.stateless {
             self.at(Step::Import)?;
             candidate.hand_over()?;
         }
@@ -188,7 +189,7 @@ impl Part<'_> {
     }
 
     fn shut(&self, until: Instant) -> Result<Shut<'_>, String> {
-        self.runtime.0.doors.shut(until, self.request.force).map_err(|inside| {
+        self.runtime.0.doors.shut(until, self.order.force).map_err(|inside| {
             format!(
                 "{inside} calls are inside the old plugin, or make a communicator, and did not end in time; try again, or `force`"
             )
@@ -224,7 +225,7 @@ impl Part<'_> {
     fn all_voted(&self, until: Instant) -> Result<(), String> {
         let ballot = self.ballot;
         if !ballot.wait(until, CALM, || self.given_up() || ballot.all(Phase::Voted)) {
-            return Err(self.waited_for(Phase::Voted, "was not prepared", self.request.timeout));
+            return Err(self.waited_for(Phase::Voted, "was not prepared", self.order.timeout));
         }
         self.goes_on()?;
         let mine = ballot.voted(self.request.place);
@@ -251,14 +252,14 @@ impl Part<'_> {
 
     /// QUIESCE and COMMIT. `exported` calls had entered the old plugin when it exported.
     fn exchange(&self, mut candidate: Candidate, exported: u64) -> Result<Outcome, String> {
-        let (request, ballot) = (self.request, self.ballot);
+        let (request, order, ballot) = (self.request, self.order, self.ballot);
         let began = Instant::now();
-        let until = began + request.quiesce;
+        let until = began + order.quiesce;
         let cores: Vec<_> = candidate.moves.iter().map(|m| (m.plane.core().clone(), m.plane.plan())).collect();
         // All lanes of all communicators close before any says where it is: what a lane waits for in another one has then
         // been announced there.
         let closed: Vec<Closed<'_>> = cores.iter().map(|(core, _)| core.endpoint.close_gates()).collect();
-        if request.force {
+        if order.force {
             candidate.end_calls(&format!("a hot swap (--force, number {:x}) ended the call", request.id));
         }
         self.at(Step::Closed)?;
@@ -303,7 +304,7 @@ impl Part<'_> {
             return Err(why);
         }
         if !came {
-            return Err(format!("{lacking} within {:?}", request.quiesce));
+            return Err(format!("{lacking} within {:?}", order.quiesce));
         }
         let mut short = String::new();
         let mut idle = || {
@@ -323,7 +324,7 @@ impl Part<'_> {
         if !came {
             return Err(format!(
                 "{short}, within {:?}; it may be busy elsewhere: try again, or wait longer",
-                request.quiesce
+                order.quiesce
             ));
         }
         let shut = self.shut(until.min(Instant::now() + LAST_SHUT))?;
@@ -331,7 +332,7 @@ impl Part<'_> {
         if candidate.prepare()? != cores.len() {
             return Err("a communicator was made while the ranks came to a stand; try again".into());
         }
-        if shut.entered() != exported && request.plugin.is_some() && !request.stateless {
+        if shut.entered() != exported && order.plugin.is_some() && !order.stateless {
             candidate.hand_over()?;
             if candidate.plans() != plans {
                 return Err("the new plugin planned other rings when it was asked again; try again".into());
@@ -342,7 +343,7 @@ impl Part<'_> {
         self.decide(until)?;
         // From here on nothing fails: the others do it too.
         let _ = self.at(Step::Commit);
-        let end = Instant::now() + request.probation;
+        let end = Instant::now() + order.probation;
         // What its user let go of meanwhile ends when the gates are open.
         let planes = self.runtime.0.swaps.planes();
         let (generation, parked) = candidate.commit(|| drop(self.at(Step::Exchange)), end, request.id)?;
@@ -354,7 +355,7 @@ impl Part<'_> {
             let mut state = lock(&self.runtime.0.swaps.state);
             let goes = state.parked.take();
             // What failed in probation does not come back; what was parked before serves again.
-            if request.plugin.is_some() && !request.probation.is_zero() {
+            if order.plugin.is_some() && !order.probation.is_zero() {
                 state.parked = Some(parked);
                 (goes, None)
             } else {
@@ -368,7 +369,7 @@ impl Part<'_> {
 
     /// Says that this participant holds still, and waits for the decision.
     fn decide(&self, until: Instant) -> Result<(), String> {
-        let (request, ballot) = (self.request, self.ballot);
+        let (request, order, ballot) = (self.request, self.order, self.ballot);
         ballot.set_phase(request.place, Phase::Ready);
         self.at(Step::Decide)?;
         let decided = ballot.wait(until, QUICK, || ballot.decision().is_some() || ballot.all(Phase::Ready));
@@ -376,7 +377,7 @@ impl Part<'_> {
             ballot.decide(Decision::Commit)
         } else {
             if !decided {
-                ballot.refuse(request.place, &self.waited_for(Phase::Ready, "did not stand still", request.quiesce));
+                ballot.refuse(request.place, &self.waited_for(Phase::Ready, "did not stand still", order.quiesce));
             }
             ballot.decide(Decision::Abort)
         };
@@ -385,19 +386,19 @@ impl Part<'_> {
 
     /// A net component: no lane runs by it, so there is nothing to bring to a stand but the calls of the library.
     fn net(&self, until: Instant) -> Result<Outcome, String> {
-        let (request, inner) = (self.request, &self.runtime.0);
-        let Some(path) = &request.plugin else { return Err("a net plugin has no probation to go back from".into()) };
+        let (order, inner) = (self.order, &self.runtime.0);
+        let Some(path) = &order.plugin else { return Err("a net plugin has no probation to go back from".into()) };
         self.at(Step::Prepare)?;
         let new = crate::net::prepare(&inner.tenant, path)?;
         let digest = digest_words(new.digest().as_bytes());
-        self.ballot.vote(request.place, Vote { digest, wire: 0 });
+        self.ballot.vote(self.request.place, Vote { digest, wire: 0 });
         self.all_voted(until)?;
-        if request.dry {
+        if order.dry {
             return Ok(Outcome::Possible(format!("{} would be the net plugin", path.display())));
         }
         self.at(Step::Quiesce)?;
         let began = Instant::now();
-        let until = began + request.quiesce;
+        let until = began + order.quiesce;
         let _shut = self.shut(until)?;
         self.decide(until)?;
         let generation = inner.forward.loaded().map_or(0, |l| l.generation);
