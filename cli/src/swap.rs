@@ -146,7 +146,10 @@ fn who(status: &Status) -> String {
 
 fn outcome(member: &Member) -> String {
     let text = match &member.outcome {
-        Ok(Outcome::Swapped { generation, pause }) => format!("swapped, generation {generation}, pause {pause:?}"),
+        Ok(Outcome::Swapped { generation, pause, ended }) => {
+            let ended = if ended.is_empty() { String::new() } else { format!("; --force ended {}", ended.join(", ")) };
+            format!("swapped, generation {generation}, pause {pause:?}{ended}")
+        }
         Ok(Outcome::Possible(text)) => text.clone(),
         Ok(Outcome::Kept(why)) => format!("kept what it had: {why}"),
         Err(why) => format!("unknown: {why}"),

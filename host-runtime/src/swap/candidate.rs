@@ -3,7 +3,7 @@
 //! Dropped before it was committed, it lets the old instances go on.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::Vote;
 use sha2::{Digest, Sha256};
@@ -17,10 +17,10 @@ use crate::nrt::plane::{Plan, Plane};
 use crate::plugin::Instance;
 
 /// An instance and its handle of the communicator.
-type Control = (Arc<Instance>, u32);
+pub(super) type Control = (Arc<Instance>, u32);
 
 /// What a library had of a communicator: the communicator's id, the instance, the plan.
-type Kept = (u64, Control, Arc<Plan>);
+pub(super) type Kept = (u64, Control, Arc<Plan>);
 
 /// The library that served before, beside the one that serves.
 #[derive(Debug, Clone)]
@@ -32,6 +32,15 @@ pub(crate) struct Parked {
     pub until: Instant,
     /// Which swap parked it.
     pub swap: u64,
+    /// Processes of those that took part in it.
+    pub pids: Vec<u32>,
+}
+
+impl Parked {
+    /// How much longer it stays.
+    pub fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
 }
 
 /// A digest as a ballot holds it.
@@ -135,7 +144,8 @@ impl Candidate {
             )));
         }
         let most = self.runtime.0.tenant.limits.state;
-        for m in &mut self.moves {
+        // A rank that has left may have freed its plan.
+        for m in self.moves.iter_mut().filter(|m| !m.plane.left()) {
             let (id, rank) = (m.plane.core().id, m.plane.core().rank);
             let of = |e: String| format!("communicator {id} of rank {rank}: {e}");
             let before = (&*m.old.0, m.old.1);
@@ -170,14 +180,18 @@ impl Candidate {
         self.moves.iter().map(digest).collect()
     }
 
-    /// Ends the calls that are inside the old plugin: the ranks that wait for them come to the boundary otherwise never.
-    pub fn end_calls(&self, why: &str) {
-        self.moves.iter().for_each(|m| m.old.0.end_call(why));
+    /// Ends the calls that are inside the old plugin; answers which.
+    pub fn end_calls(&self, why: &str) -> Vec<String> {
+        let ended = |m: &Move| {
+            let (core, entry) = (m.plane.core(), m.old.0.end_call(why)?);
+            Some(format!("{entry} of communicator {} of rank {}", core.id, core.rank))
+        };
+        self.moves.iter().filter_map(ended).collect()
     }
 
     /// COMMIT: the table, every communicator's instance, its rings. Gates are closed, doors are shut. Answers the generation,
     /// and what was there before.
-    pub fn commit(mut self, exchange: impl Fn(), until: Instant, swap: u64) -> Result<(u64, Parked), String> {
+    pub fn commit(mut self, exchange: impl Fn()) -> Result<(u64, Loaded, Vec<Kept>), String> {
         let mut kept = Vec::with_capacity(self.moves.len());
         for m in self.moves.drain(..) {
             let before = m.plane.plan();
@@ -189,6 +203,6 @@ impl Candidate {
             exchange();
         }
         let (generation, old) = self.runtime.0.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
-        Ok((generation, Parked { loaded: Loaded::clone(&old), kept, until, swap }))
+        Ok((generation, Loaded::clone(&old), kept))
     }
 }

@@ -164,7 +164,14 @@ pub fn cancel(tenant: &str) -> Result<usize, Error> {
 pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let tenant = &order.tenant;
     let plugin = order.plugin.as_deref().map(absolute).transpose()?;
-    let met = meet(tenant)?;
+    let mut met = meet(tenant)?;
+    if plugin.is_none() {
+        // Whoever was opened since the swap has nothing to go back to. One that has not ended it yet is none of those.
+        met.retain(|(_, s)| s.probation.is_some() || !s.swap.is_empty());
+    }
+    if met.is_empty() {
+        return Err(refused(tenant, "there is no plugin in probation to go back to"));
+    }
     let system = |what: &str, source: std::io::Error| Error::System { what: what.into(), source };
     let mut number = [0; 8];
     rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())

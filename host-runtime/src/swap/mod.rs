@@ -89,6 +89,8 @@ pub enum Outcome {
         generation: u64,
         /// How long its operations stood still.
         pause: Duration,
+        /// The calls that `force` ended.
+        ended: Vec<String>,
     },
     /// It would take part.
     Possible(String),
@@ -113,6 +115,8 @@ pub struct Status {
     pub ranks: Vec<(usize, usize)>,
     /// What a swap is doing, in words; empty without one.
     pub swap: String,
+    /// The swap that is in probation; a runtime that was opened since then has none.
+    pub probation: Option<u64>,
     /// Of swaps.
     pub counts: Counts,
     /// What became of the last swap, in words.
@@ -202,12 +206,20 @@ impl Swaps {
 
     fn planes(&self) -> Vec<Arc<Plane>> {
         let planes = lock(&self.state).planes.clone();
-        planes.iter().filter_map(Weak::upgrade).collect()
+        planes.iter().filter_map(Weak::upgrade).filter(|p| !p.left()).collect()
     }
 
     /// Whether the plugin before is still there to go back to.
     pub(crate) fn on_probation(&self) -> bool {
         lock(&self.state).parked.is_some()
+    }
+
+    /// The first of some ranks whose process takes no part in the probation under way, and how long that lasts.
+    pub(crate) fn outsider(&self, ranks: impl Iterator<Item = (usize, u32)>) -> Option<(Duration, (usize, u32))> {
+        let state = lock(&self.state);
+        let parked = state.parked.as_ref()?;
+        let outsider = ranks.into_iter().find(|(_, pid)| !parked.pids.contains(pid))?;
+        Some((parked.left(), outsider))
     }
 
     /// Counters.
@@ -234,9 +246,9 @@ impl Swaps {
         }
         match (&state.parked, &order.plugin) {
             (Some(p), Some(_)) => {
-                let left = p.until.saturating_duration_since(std::time::Instant::now());
                 return Err(format!(
-                    "the swap before is in probation for another {left:?}, and two versions at most are alive; wait for its end"
+                    "the swap before is in probation for another {:?}, and two versions at most are alive; wait for its end",
+                    p.left()
                 ));
             }
             (None, None) => return Err("there is no plugin in probation to go back to".into()),
@@ -294,6 +306,7 @@ impl Swaps {
             generation,
             ranks,
             swap,
+            probation: state.parked.as_ref().map(|p| p.swap),
             counts: state.counts,
             last: state.last.clone(),
         }
