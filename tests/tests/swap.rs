@@ -56,6 +56,14 @@ const SCHEMA_9: &str = "(local i32) (local.set 0 (call $original)) (i32.store of
 const OTHER_WIRE: &str =
     "(local i32) (local.set 0 (call $original)) (i32.store offset=20 (local.get 0) (i32.const 5)) (local.get 0)";
 
+/// `describe` with a shorter name of its schemas.
+const OTHER_NAME: &str =
+    "(local i32) (local.set 0 (call $original)) (i32.store offset=40 (local.get 0) (i32.const 5)) (local.get 0)";
+
+/// `export-state` that answers NRT_FAILURE.
+const NOT_EXPORTED: &str = "(local i32) (local.set 1 (call $original (local.get 0)))
+  (i32.store (local.get 1) (i32.const 1)) (i32.store offset=4 (local.get 1) (i32.const 1)) (local.get 1)";
+
 /// `neuron-get-comm-info` of three ranks, with each of the original's rings the other way round.
 const OTHER_RINGS: &str = "(local i32 i32 i32 i32 i32)
   (local.set 2 (call $original (local.get 0) (local.get 1)))
@@ -306,7 +314,8 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
         ("no-import", vec![("import-state", "unreachable")], "unreachable"),
         ("no-resume", vec![("resume", "unreachable")], "unreachable"),
         ("no-info", vec![("neuron-get-comm-info", "unreachable")], "unreachable"),
-        ("schema-9", vec![("describe", SCHEMA_9)], "schema 1, the new one reads [9, 2]"),
+        ("schema-9", vec![("describe", SCHEMA_9)], "schema `nccom-plan` 1, the new one reads `nccom-plan` [9, 2]"),
+        ("other-name", vec![("describe", OTHER_NAME)], "of schema `nccom-plan` 1, the new one reads `nccom` [1, 2]"),
         ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-2` and the new plugin `nccom`"),
         ("no-89", vec![("neuron-get-version-info", "unreachable")], "unreachable"),
     ] {
@@ -340,6 +349,34 @@ fn an_old_plugin_that_fails_in_its_life_cycle_is_replaced_stateless() {
     let file = build("after-large", &[]);
     job.refuses(&job.order(&file), &["bytes, 64 are allowed"]);
     job.end();
+}
+
+/// A plan that cannot be kept for a restart is not kept. Where that stopped the plugin it starts again, without a plan.
+#[test]
+fn a_plan_that_is_not_handed_out_costs_the_plan_alone() {
+    for (name, edit, stops) in [("keeps-its-plan", NOT_EXPORTED, false), ("traps-over-its-plan", "unreachable", true)] {
+        let plugin = build(name, &[("export-state", edit)]);
+        let runtime = Runtime::open(RuntimeConfig { plugin: Some(plugin.path().into()), ..config() }).unwrap();
+        let root = format!("127.0.0.1:{}", free_port());
+        let mut comm = runtime.init_comm(CommOptions::with_root(root, 0, 1)).unwrap();
+        assert_eq!((runtime.swaps().lost_checkpoints, comm.control_stopped().is_some()), (1, stops));
+        let until = Instant::now() + HANG;
+        let answer = loop {
+            match comm.peer_device_id(0) {
+                // Within the pause before a restart.
+                Err(e) if e.to_string().contains("runs again in") => assert!(Instant::now() < until, "{e}"),
+                answer => break answer.map_err(|e| e.to_string()),
+            }
+        };
+        if stops {
+            let e = answer.unwrap_err();
+            assert!(e.starts_with("neuronGetPeerDeviceId of plugin traps-over-its-plan") && e.contains("NRT_"), "{e}");
+        } else {
+            answer.unwrap();
+        }
+        assert!(comm.control_stopped().is_none());
+        reduce(&mut comm, false, 0);
+    }
 }
 
 /// An old plugin that hangs in a call holds a swap up, and is replaced by force; the caller reads why its call ended.

@@ -171,9 +171,9 @@ impl Plane {
         answer
     }
 
-    /// Who is to be called. An instance that has stopped is replaced by a new one with the plan of the last checkpoint, as often
-    /// as the tenant's limits allow; without a checkpoint it stays, and answers what stopped it. Bootstrap connections ended with
-    /// the old one.
+    /// Who is to be called. An instance that has stopped is replaced by a new one with the plan of the last checkpoint, or
+    /// without if the checkpoint is what stopped it, as often as the tenant's limits allow; of a plugin without checkpoints it
+    /// stays, and answers what stopped it. Bootstrap connections ended with the old one.
     fn serving(&self) -> Result<Control, Error> {
         let has_stopped = |who: &Control| matches!(who, Control::Here(here) if here.instance.stopped().is_some());
         let who = self.who();
@@ -202,7 +202,12 @@ impl Plane {
         // Whoever restores one has the lock; what it keeps is as good.
         let Ok(mut kept) = self.checkpoint.try_lock() else { return };
         if let Control::Here(here) = self.who() {
-            *kept = Checkpoint::take((&*here.instance, here.handle));
+            *kept = Checkpoint::take((&*here.instance, here.handle)).unwrap_or_else(|(why, without)| {
+                let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
+                tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
+                self.runtime.0.swaps.lost_checkpoint();
+                without
+            });
         }
     }
 

@@ -9,6 +9,7 @@ use hw_bridge::ballot::Vote;
 use sha2::{Digest, Sha256};
 use wasmtime::component::Resource;
 
+use super::exported::fits;
 use super::{Order, lifecycle};
 use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
@@ -137,13 +138,7 @@ impl Candidate {
                 old.wire_compat, new.wire_compat
             )));
         }
-        if !new.reads_schemas.contains(&old.state_schema) {
-            return Err(about(format!(
-                "the old plugin writes state of schema {}, the new one reads {:?}",
-                old.state_schema, new.reads_schemas
-            )));
-        }
-        let most = self.runtime.0.tenant.limits.state;
+        fits(&old.schema_name, old.state_schema, &new).map_err(about)?;
         // A rank that has left may have freed its plan.
         for m in self.moves.iter_mut().filter(|m| !m.plane.left()) {
             let (id, rank) = (m.plane.core().id, m.plane.core().rank);
@@ -152,8 +147,8 @@ impl Candidate {
             lifecycle::quiesce(before).map_err(|e| about(of(e)))?;
             let held = (&*m.new.0, m.new.1);
             let forward = &self.runtime.0.forward;
-            let moved = lifecycle::export(before, most).map_err(about).and_then(|state| {
-                lifecycle::import(held, old.state_schema, &state)?;
+            let moved = lifecycle::export(before, &old).map_err(about).and_then(|plan| {
+                lifecycle::import(held, &new, &plan)?;
                 lifecycle::resume(held)?;
                 let info = forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
                 info.and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())

@@ -27,6 +27,8 @@
 //! | `coordinate` | finding the participants, the ballot, what comes of it |
 //! | `part` | what one participant does, in the order above |
 //! | `candidate` | LOAD to IMPORT, for all communicators of a participant |
+//! | `exported` | a plan between EXPORT and IMPORT: its schema, its checksum |
+//! | `checkpoint` | a plan for an instance in the place of one that stopped |
 //! | `lifecycle` | the five entries of `neuron:lifecycle` |
 //! | `doors` | holding the control plane shut |
 //! | `probation` | what becomes of the old library |
@@ -35,6 +37,7 @@ mod candidate;
 mod checkpoint;
 pub mod coordinate;
 pub(crate) mod doors;
+mod exported;
 pub(crate) mod lifecycle;
 mod part;
 mod probation;
@@ -134,6 +137,8 @@ pub struct Counts {
     pub rolled_back: u64,
     /// How long operations stood still in the last one that committed.
     pub last_pause: Duration,
+    /// Plans that a plugin did not hand out when they were to be kept for a restart.
+    pub lost_checkpoints: u64,
 }
 
 /// Where a swap is, for faults that tests put in.
@@ -220,6 +225,11 @@ impl Swaps {
         let parked = state.parked.as_ref()?;
         let outsider = ranks.into_iter().find(|(_, pid)| !parked.pids.contains(pid))?;
         Some((parked.left(), outsider))
+    }
+
+    /// Counts a plan that is not kept.
+    pub(crate) fn lost_checkpoint(&self) {
+        lock(&self.state).counts.lost_checkpoints += 1;
     }
 
     /// Counters.
