@@ -1,12 +1,12 @@
 //! A tenant under load: a group of ranks, threads of this process, that run all-reduce without a pause and check every
 //! element of every result, while the transport under them is swapped. For the demo's second act and the test of swaps.
 //!
-//! That it is time to stop comes with the data: rank 0 puts it into the first element, the others nothing, so all ranks
-//! learn it in the same round.
+//! That it is time to stop, or to rest, comes with the data: rank 0 puts it into the first element, the others nothing, so all
+//! ranks learn it in the same round.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -34,6 +34,50 @@ struct Shared {
     /// Rank 0's time in collectives.
     nanos: AtomicU64,
     failed: AtomicBool,
+    rest: Mutex<Rest>,
+    woken: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Rest {
+    /// What rank 0 hands on, too.
+    wanted: bool,
+    /// Ranks that rest.
+    resting: usize,
+    /// How often they were woken.
+    woken: u64,
+}
+
+/// What rank 0 says in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Word {
+    GoOn = 0,
+    Stop = 1,
+    Rest = 2,
+}
+
+impl Shared {
+    fn rest(&self) -> MutexGuard<'_, Rest> {
+        self.rest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn word(&self) -> Word {
+        match (self.stop.load(Ordering::Acquire), self.rest().wanted) {
+            (true, _) => Word::Stop,
+            (_, true) => Word::Rest,
+            _ => Word::GoOn,
+        }
+    }
+
+    /// A rank rests until it is woken, or is to stop.
+    fn sleep(&self) {
+        let mut rest = self.rest();
+        let woken = rest.woken;
+        rest.resting += 1;
+        while rest.woken == woken && !self.stop.load(Ordering::Acquire) {
+            rest = self.woken.wait(rest).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
 }
 
 /// What the ranks did.
@@ -110,6 +154,25 @@ impl Load {
         self.wait("the rounds", || self.shared.rounds.load(Ordering::Relaxed) >= until)
     }
 
+    /// Has all ranks rest, so that another group has the machine, until they are woken.
+    ///
+    /// # Errors
+    /// A rank failed, or they take too long.
+    // The demo has no use for it.
+    #[allow(dead_code)]
+    pub fn rest(&self) -> anyhow::Result<()> {
+        self.shared.rest().wanted = true;
+        self.wait("coming to rest", || self.shared.rest().resting == self.ranks.len())
+    }
+
+    /// Wakes them.
+    #[allow(dead_code)]
+    pub fn wake(&self) {
+        let mut rest = self.shared.rest();
+        *rest = Rest { wanted: false, resting: 0, woken: rest.woken + 1 };
+        self.shared.woken.notify_all();
+    }
+
     /// Swaps the transport of all ranks to the one in `file`. Answers the longest time that operations stood still on a rank.
     ///
     /// # Errors
@@ -132,7 +195,12 @@ impl Load {
     /// # Errors
     /// The first rank's that failed.
     pub fn stop(self) -> anyhow::Result<Vec<Tally>> {
-        self.shared.stop.store(true, Ordering::Release);
+        {
+            // Whoever is about to rest has looked, or will see it.
+            let _rest = self.shared.rest();
+            self.shared.stop.store(true, Ordering::Release);
+            self.shared.woken.notify_all();
+        }
         let ended = self.ranks.into_iter().map(|t| t.join().unwrap_or_else(|_| bail!("a rank panicked")));
         ended.collect::<Vec<_>>().into_iter().collect()
     }
@@ -169,31 +237,33 @@ fn run(
     let mut tally = Tally::default();
     let mut bytes = vec![0u8; count * 4];
     loop {
-        let stop = rank == 0 && shared.stop.load(Ordering::Acquire);
-        let (stop, seconds) = round(&mut comm, &t, &mut bytes, stop, &mut tally)?;
+        let word = if rank == 0 { shared.word() } else { Word::GoOn };
+        let (word, seconds) = round(&mut comm, &t, &mut bytes, word, &mut tally)?;
         if rank == 0 {
             shared.nanos.fetch_add((seconds * 1e9) as u64, Ordering::Relaxed);
             shared.rounds.fetch_add(1, Ordering::Relaxed);
         }
-        if stop {
-            return Ok(tally);
+        match word {
+            Word::GoOn => {}
+            Word::Rest => shared.sleep(),
+            Word::Stop => return Ok(tally),
         }
     }
 }
 
-/// One checked all-reduce. Answers whether rank 0 says that it is the last, and the seconds of the operation.
+/// One checked all-reduce. Answers what rank 0 says in it, and the seconds of the operation.
 fn round(
     comm: &mut Communicator,
     t: &Tensor,
     bytes: &mut [u8],
-    stop: bool,
+    word: Word,
     tally: &mut Tally,
-) -> anyhow::Result<(bool, f64)> {
+) -> anyhow::Result<(Word, f64)> {
     let (rank, n, turn) = (comm.rank() as u64, comm.nranks() as u64, tally.done);
     // Whole numbers far below 2^24: sums are exact in any order.
     let value = |i: usize, rank: u64| ((turn + i as u64) % 1021 * (rank + 1)) as f32;
     for (i, b) in bytes.chunks_exact_mut(4).enumerate() {
-        b.copy_from_slice(&if i == 0 { f32::from(u8::from(stop)) } else { value(i, rank) }.to_le_bytes());
+        b.copy_from_slice(&if i == 0 { f32::from(word as u8) } else { value(i, rank) }.to_le_bytes());
     }
     t.write(0, bytes)?;
     let begin = Instant::now();
@@ -201,11 +271,15 @@ fn round(
     let seconds = begin.elapsed().as_secs_f64();
     t.read(0, bytes)?;
     let mut sums = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-    let stop = sums.next().is_some_and(|v| v != 0.0);
+    let word = match sums.next() {
+        Some(1.0) => Word::Stop,
+        Some(2.0) => Word::Rest,
+        _ => Word::GoOn,
+    };
     let ranks = (n * (n + 1) / 2) as f32;
     tally.wrong += sums.enumerate().filter(|(i, v)| *v != value(i + 1, 0) * ranks).count() as u64;
     tally.done += 1;
-    Ok((stop, seconds))
+    Ok((word, seconds))
 }
 
 /// Operations that some ranks have done and others have not, and wrong elements.

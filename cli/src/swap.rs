@@ -146,7 +146,10 @@ fn who(status: &Status) -> String {
 
 fn outcome(member: &Member) -> String {
     let text = match &member.outcome {
-        Ok(Outcome::Swapped { generation, pause }) => format!("swapped, generation {generation}, pause {pause:?}"),
+        Ok(Outcome::Swapped { generation, pause, ended }) => {
+            let ended = if ended.is_empty() { String::new() } else { format!("; --force ended {}", ended.join(", ")) };
+            format!("swapped, generation {generation}, pause {pause:?}{ended}")
+        }
         Ok(Outcome::Possible(text)) => text.clone(),
         Ok(Outcome::Kept(why)) => format!("kept what it had: {why}"),
         Err(why) => format!("unknown: {why}"),
@@ -159,8 +162,12 @@ fn told(s: &Status) -> String {
     let swap = if s.swap.is_empty() { "no swap under way" } else { &s.swap };
     let last = if s.last.is_empty() { String::new() } else { format!("; the last one: {}", s.last) };
     let c = s.counts;
+    let lost = match c.lost_checkpoints {
+        0 => String::new(),
+        n => format!(", {n} plans not kept for a restart"),
+    };
     format!(
-        "{}: {} ({short}), generation {}; {swap}; {} committed, {} refused, {} went back{last}",
+        "{}: {} ({short}), generation {}; {swap}; {} committed, {} refused, {} went back{lost}{last}",
         who(s),
         s.plugin,
         s.generation,

@@ -36,10 +36,12 @@ pub enum Phase {
     Preparing = 0,
     /// It could do it, and says what with.
     Voted = 1,
+    /// It knows where it will stand still.
+    Agreed = 2,
     /// It holds still: the decision may be to commit.
-    Ready = 2,
+    Ready = 3,
     /// It has done what was decided.
-    Done = 3,
+    Done = 4,
 }
 
 /// What a participant votes; those whose votes differ may not belong together.
@@ -160,7 +162,8 @@ impl Ballot {
         match self.record(voter).phase.load(Ordering::Acquire) {
             0 => Phase::Preparing,
             1 => Phase::Voted,
-            2 => Phase::Ready,
+            2 => Phase::Agreed,
+            3 => Phase::Ready,
             _ => Phase::Done,
         }
     }

@@ -109,10 +109,18 @@ pub fn group() -> Group {
         ),
         animal(
             "one that says it writes a schema that nobody reads",
-            "pid …: the old plugin writes state of schema 9, the new one reads [1, 2]…",
+            "pid …: the old plugin writes state of schema `nccom-plan` 9, the new one reads `nccom-plan` [1, 2]…",
             |cage| {
                 let nine = "(local i32) (local.set 0 (call $original)) (i32.store offset=24 (local.get 0) (i32.const 9)) (local.get 0)";
                 swap(cage, &[("describe", nine)], &[])
+            },
+        ),
+        animal(
+            "one that reads the plans of another library under the same number",
+            "pid …: the old plugin writes state of schema `nccom-plan` 1, the new one reads `nccom` [1, 2]…",
+            |cage| {
+                let other = "(local i32) (local.set 0 (call $original)) (i32.store offset=40 (local.get 0) (i32.const 5)) (local.get 0)";
+                swap(cage, &[], &[("describe", other)])
             },
         ),
         animal(

@@ -8,17 +8,17 @@ mod common;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use common::ranks::{Rank, spawn};
 use common::{PluginFile, config, free_port, plugin_file};
 use host_runtime::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::swap::{self, Fault, Kind, Order, Outcome, Step, coordinate};
+use host_runtime::swap::{self, Fault, Kind, Order, Outcome, Report, Step, coordinate};
 use host_runtime::{DataType, ReduceOp};
-use tests::zoo;
+use tests::{reduction, zoo};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(60);
@@ -56,6 +56,14 @@ const SCHEMA_9: &str = "(local i32) (local.set 0 (call $original)) (i32.store of
 const OTHER_WIRE: &str =
     "(local i32) (local.set 0 (call $original)) (i32.store offset=20 (local.get 0) (i32.const 5)) (local.get 0)";
 
+/// `describe` with a shorter name of its schemas.
+const OTHER_NAME: &str =
+    "(local i32) (local.set 0 (call $original)) (i32.store offset=40 (local.get 0) (i32.const 5)) (local.get 0)";
+
+/// `export-state` that answers NRT_FAILURE.
+const NOT_EXPORTED: &str = "(local i32) (local.set 1 (call $original (local.get 0)))
+  (i32.store (local.get 1) (i32.const 1)) (i32.store offset=4 (local.get 1) (i32.const 1)) (local.get 1)";
+
 /// `neuron-get-comm-info` of three ranks, with each of the original's rings the other way round.
 const OTHER_RINGS: &str = "(local i32 i32 i32 i32 i32)
   (local.set 2 (call $original (local.get 0) (local.get 1)))
@@ -82,18 +90,12 @@ struct Job {
     ranks: Vec<JoinHandle<Communicator>>,
 }
 
-/// One all-reduce whose first element says whether rank 0 wants to stop.
+/// One checked all-reduce; answers whether rank 0 has enough.
 fn reduce(comm: &mut Communicator, stop: bool, ops: u32) -> bool {
-    let (rank, n) = (comm.rank() as u32, comm.nranks() as u32);
     let count = [1, 33, 3000][ops as usize % 3];
-    let mut values: Vec<u32> = (0..count).map(|i| (i + ops).wrapping_mul(rank + 1)).collect();
-    values[0] = u32::from(stop && rank == 0);
-    let mut bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    comm.all_reduce(Io::HostInPlace(&mut bytes), u64::from(count), DataType::Uint32, ReduceOp::Sum).unwrap();
-    let got: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
-    let ranks: u32 = (1..=n).sum();
-    assert!(got.iter().enumerate().skip(1).all(|(i, v)| *v == (i as u32 + ops).wrapping_mul(ranks)), "wrong at {ops}");
-    got[0] != 0
+    let mut bytes = reduction::filled(comm.rank(), count, ops, stop);
+    comm.all_reduce(Io::HostInPlace(&mut bytes), count as u64, DataType::Uint32, ReduceOp::Sum).unwrap();
+    reduction::checked(&bytes, comm.nranks(), ops).unwrap()
 }
 
 impl Job {
@@ -179,7 +181,7 @@ impl Job {
         assert_eq!(self.serves(), before);
     }
 
-    fn commits(&self, order: &Order) {
+    fn commits(&self, order: &Order) -> Report {
         let report = coordinate(order).unwrap();
         assert!(report.committed, "{}", report.reason);
         let swapped = |m: &swap::Member| matches!(m.outcome, Ok(Outcome::Swapped { .. }));
@@ -187,6 +189,7 @@ impl Job {
         eprintln!("pause {:?}", report.pause());
         self.goes_on();
         assert_eq!(self.serves().0, order.plugin.as_ref().unwrap().file_name().unwrap().to_str().unwrap());
+        report
     }
 
     /// Ends the ranks after the same operation, and answers their communicators.
@@ -311,7 +314,8 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
         ("no-import", vec![("import-state", "unreachable")], "unreachable"),
         ("no-resume", vec![("resume", "unreachable")], "unreachable"),
         ("no-info", vec![("neuron-get-comm-info", "unreachable")], "unreachable"),
-        ("schema-9", vec![("describe", SCHEMA_9)], "schema 1, the new one reads [9, 2]"),
+        ("schema-9", vec![("describe", SCHEMA_9)], "schema `nccom-plan` 1, the new one reads `nccom-plan` [9, 2]"),
+        ("other-name", vec![("describe", OTHER_NAME)], "of schema `nccom-plan` 1, the new one reads `nccom` [1, 2]"),
         ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-2` and the new plugin `nccom`"),
         ("no-89", vec![("neuron-get-version-info", "unreachable")], "unreachable"),
     ] {
@@ -347,12 +351,40 @@ fn an_old_plugin_that_fails_in_its_life_cycle_is_replaced_stateless() {
     job.end();
 }
 
+/// A plan that cannot be kept for a restart is not kept. Where that stopped the plugin it starts again, without a plan.
+#[test]
+fn a_plan_that_is_not_handed_out_costs_the_plan_alone() {
+    for (name, edit, stops) in [("keeps-its-plan", NOT_EXPORTED, false), ("traps-over-its-plan", "unreachable", true)] {
+        let plugin = build(name, &[("export-state", edit)]);
+        let runtime = Runtime::open(RuntimeConfig { plugin: Some(plugin.path().into()), ..config() }).unwrap();
+        let root = format!("127.0.0.1:{}", free_port());
+        let mut comm = runtime.init_comm(CommOptions::with_root(root, 0, 1)).unwrap();
+        assert_eq!((runtime.swaps().lost_checkpoints, comm.control_stopped().is_some()), (1, stops));
+        let until = Instant::now() + HANG;
+        let answer = loop {
+            match comm.peer_device_id(0) {
+                // Within the pause before a restart.
+                Err(e) if e.to_string().contains("runs again in") => assert!(Instant::now() < until, "{e}"),
+                answer => break answer.map_err(|e| e.to_string()),
+            }
+        };
+        if stops {
+            let e = answer.unwrap_err();
+            assert!(e.starts_with("neuronGetPeerDeviceId of plugin traps-over-its-plan") && e.contains("NRT_"), "{e}");
+        } else {
+            answer.unwrap();
+        }
+        assert!(comm.control_stopped().is_none());
+        reduce(&mut comm, false, 0);
+    }
+}
+
 /// An old plugin that hangs in a call holds a swap up, and is replaced by force; the caller reads why its call ended.
 #[test]
 fn an_old_plugin_that_hangs_is_replaced_by_force() {
     let hangs = build("hangs", &[("neuron-get-peer-device-id", "(loop br 0) unreachable")]);
     let (path, hung): (PathBuf, _) = (hangs.path().into(), Arc::new(AtomicBool::new(false)));
-    let (seen, errors) = (hung.clone(), Arc::new(std::sync::Mutex::new(Vec::new())));
+    let (seen, errors) = (hung.clone(), Arc::new(Mutex::new(Vec::new())));
     let noted = errors.clone();
     let job = Job::start_with(
         "force",
@@ -372,10 +404,99 @@ fn an_old_plugin_that_hangs_is_replaced_by_force() {
     let file = build("instead", &[]);
     let report = coordinate(&Order { quiesce: Duration::from_millis(300), ..job.order(&file) }).unwrap();
     assert!(!report.committed && report.reason.contains("1 calls are inside the old plugin"), "{}", report.reason);
-    job.commits(&Order { stateless: true, force: true, ..job.order(&file) });
+    let report = job.commits(&Order { stateless: true, force: true, ..job.order(&file) });
+    let ended = |rank: usize| match &report.members[rank].outcome {
+        Ok(Outcome::Swapped { ended, .. }) => ended.clone(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!((ended(0).len(), ended(1)), (0, vec!["neuronGetPeerDeviceId of communicator 1 of rank 1".to_string()]));
     job.end();
     let errors = errors.lock().unwrap();
     assert!(errors.len() == 1 && errors[0].contains("a hot swap (--force"), "{errors:?}");
+}
+
+/// Two ranks that have a second communicator beside the one they reduce on, and where the ranks of that are kept.
+fn start_with_second(
+    name: &str,
+    adapt: impl Fn(usize, &mut RuntimeConfig),
+) -> (Job, Arc<[Mutex<Option<Communicator>>; 2]>) {
+    let seconds: Arc<[Mutex<Option<Communicator>>; 2]> = Arc::default();
+    let (port, kept) = (free_port(), seconds.clone());
+    let job = Job::start_with(name, 2, adapt, move |comm, op| {
+        if op == 0 {
+            let options = CommOptions::with_root(format!("127.0.0.1:{port}"), comm.rank(), 2);
+            *kept[comm.rank()].lock().unwrap() = Some(comm.runtime().init_comm(options).unwrap());
+        }
+    });
+    (job, seconds)
+}
+
+/// What is refused has ended nobody's call; what is done ends those that are inside then.
+#[test]
+fn force_ends_calls_only_when_nothing_else_is_in_the_way() {
+    let file = build("forced", &[]);
+    for fails in [Some(Step::Closed), Some(Step::Ready), None] {
+        let (job, seconds) = start_with_second(&format!("forced-{fails:?}"), |rank, c| {
+            // The rank that fails is not the one whose call would be ended.
+            if rank == 0 {
+                c.swap_faults.extend(fails.map(|step| (step, Fault::Fail)));
+            }
+        });
+        let receiver = seconds[1].lock().unwrap().take().unwrap();
+        let receives = std::thread::spawn(move || receiver.bootstrap_recv(0, 5));
+        // The call is inside as soon as it is in the way.
+        let patient = Order { stateless: true, quiesce: Duration::from_millis(100), ..job.order(&file) };
+        let until = Instant::now() + HANG;
+        loop {
+            let report = coordinate(&patient).unwrap();
+            if report.reason.contains("1 calls are inside the old plugin") {
+                break;
+            }
+            assert!(Instant::now() < until && fails.is_some(), "{report:?}");
+        }
+        // In probation the old plugin keeps its connections: without, the call could end with the other side's.
+        let order = Order { stateless: true, force: true, probation: HANG, ..job.order(&file) };
+        if let Some(step) = fails {
+            job.refuses(&order, &[&format!("a test wants {step:?} to fail")]);
+            seconds[0].lock().unwrap().as_ref().unwrap().bootstrap_send(1, b"hello").unwrap();
+            assert_eq!(receives.join().unwrap().unwrap(), b"hello");
+        } else {
+            let report = job.commits(&order);
+            let Ok(Outcome::Swapped { ended, .. }) = &report.members[1].outcome else { panic!("{report:?}") };
+            assert_eq!(*ended, ["neuronBootstrapRecv of communicator 2 of rank 1"], "{report:?}");
+            let e = receives.join().unwrap().unwrap_err().to_string();
+            assert!(e.contains("a hot swap (--force"), "{e}");
+        }
+        job.end();
+    }
+}
+
+/// Who drops a communicator has left it for its peers, whatever a swap is doing with it.
+#[test]
+fn a_communicator_that_is_dropped_during_a_swap_is_left_at_once() {
+    let (job, seconds) = start_with_second("dropped", |_, c| {
+        c.swap_faults.push((Step::Freeze, Fault::Delay(Duration::from_secs(4))));
+    });
+    let file = build("dropping", &[]);
+    let order = job.order(&file);
+    let swap = std::thread::spawn(move || coordinate(&order).unwrap());
+    let under_way = || swap::status(&job.tenant).unwrap().iter().all(|s| s.swap.contains("swapping to"));
+    let until = Instant::now() + HANG;
+    while !under_way() {
+        assert!(Instant::now() < until);
+    }
+    // All communicators have an instance of the new plugin by then.
+    std::thread::sleep(Duration::from_millis(500));
+    let mut stays = seconds[0].lock().unwrap().take().unwrap();
+    drop(seconds[1].lock().unwrap().take().unwrap());
+    let e = stays.barrier().unwrap_err().to_string();
+    assert!(e.contains("rank 1"), "{e}");
+    assert!(under_way(), "the swap was over before rank 0 learned it");
+    // What was left is in nobody's way.
+    let report = swap.join().unwrap();
+    assert!(report.committed, "{}", report.reason);
+    job.goes_on();
+    job.end();
 }
 
 /// Streams, groups and blocking calls in flight on several lanes; a communicator that is made meanwhile.
@@ -444,7 +565,7 @@ fn communicators_come_and_go_while_swaps_are_made() {
 #[test]
 fn rings_change_on_all_ranks_between_the_same_two_operations() {
     use std::collections::BTreeMap;
-    let streams: std::sync::Mutex<BTreeMap<usize, host_runtime::nrt::Stream>> = Default::default();
+    let streams: Mutex<BTreeMap<usize, host_runtime::nrt::Stream>> = Default::default();
     let usual: Arc<std::sync::OnceLock<Arc<Vec<Vec<usize>>>>> = Arc::default();
     let first = usual.clone();
     let job = Job::start_with(
@@ -492,6 +613,20 @@ fn rings_change_on_all_ranks_between_the_same_two_operations() {
     }
 }
 
+/// One rank would go by other rings than its peers: nobody swaps.
+#[test]
+fn ranks_that_plan_different_rings_keep_the_old_ones() {
+    let job = Job::start("clash", 3, no_change);
+    let only_rank_1 =
+        "(if (i32.ne (i32.load (i32.load offset=8 (local.get 3))) (i32.const 1)) (then (return (local.get 2))))";
+    let edit = OTHER_RINGS.replacen("(block", &format!("{only_rank_1} (block"), 1);
+    let file = build("clashes", &[("neuron-get-comm-info", &edit)]);
+    job.refuses(&job.order(&file), &["would go by other rings than rank", "give all the same file"]);
+    let usual = build("clashes-not", &[]);
+    job.commits(&job.order(&usual));
+    job.end();
+}
+
 /// The new plugin traps within probation: all ranks go back, also those where it did not.
 #[test]
 fn a_trap_in_probation_brings_the_old_plugin_back() {
@@ -521,6 +656,53 @@ fn a_trap_in_probation_brings_the_old_plugin_back() {
         comm.peer_device_id(0).unwrap();
         assert!(comm.control_stopped().is_none());
     }
+}
+
+/// A runtime that was opened since the swap has nothing to go back to, and keeps nobody from it. A communicator with it could
+/// not go back, so there is none while the probation lasts.
+#[test]
+fn a_runtime_that_is_opened_in_probation_is_no_part_of_it() {
+    let (traps, runtimes) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
+    let (wanted, opened) = (traps.clone(), runtimes.clone());
+    let job = Job::start_with("newcomer", 2, no_change, move |comm, op| {
+        if op == 0 {
+            opened.lock().unwrap().push(comm.runtime().clone());
+        }
+        if comm.rank() == 1 && wanted.load(Ordering::Acquire) {
+            let _ = comm.peer_device_id(0);
+        }
+    });
+    let before = job.serves();
+    let file = build("traps-beside", &[("neuron-get-peer-device-id", "unreachable")]);
+    let report = coordinate(&Order { probation: HANG, ..job.order(&file) }).unwrap();
+    assert!(report.committed, "{}", report.reason);
+
+    // Another process of the tenant comes, and wants a communicator.
+    let root = format!("127.0.0.1:{}", free_port());
+    let vars = [("SWAP_TENANT", job.tenant.as_str()), ("WCCL_PLUGIN", file.path().to_str().unwrap())];
+    let newcomer = spawn(Command::new(env!("CARGO_BIN_EXE_swap_rank")), &root, "", 1, 2, &vars);
+    let member = runtimes.lock().unwrap()[0].clone();
+    let e = member.init_comm(CommOptions::with_root(root, 0, 2)).unwrap_err().to_string();
+    let words =
+        format!("its process (pid {}) took no part in the hot swap of tenant {}", newcomer.child.id(), job.tenant);
+    assert!(e.contains(&words) && e.contains("join again after that"), "{e}");
+    let said = newcomer.line();
+    assert!(said.starts_with("error") && said.contains("rank 0"), "{said}");
+
+    // Others go back without those that came.
+    let late = Runtime::open(RuntimeConfig { tenant: job.tenant.clone(), ..config() }).unwrap();
+    traps.store(true, Ordering::Release);
+    let until = Instant::now() + HANG;
+    while member.swaps().rolled_back == 0 {
+        assert!(Instant::now() < until, "{:?}", swap::status(&job.tenant));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    job.goes_on();
+    assert_eq!((late.swaps().committed, late.swaps().refused), (0, 0));
+    drop((late, newcomer));
+    assert_eq!(job.serves(), (before.0, 2));
+    drop((member, runtimes.lock().unwrap().drain(..)));
+    job.end();
 }
 
 /// Two versions at most: no third one before the first has gone.

@@ -14,7 +14,7 @@ use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 
 use super::communicator::{Communicator, bad};
-use super::plane::Plane;
+use super::plane::{Plane, Seat};
 use super::tensor::{Io, Shape, Tensor, resolve};
 use crate::enc::table::{Policy, Why};
 use crate::enc::{self, Algorithm, Call, Lists};
@@ -137,7 +137,7 @@ fn total(counts: &[u64], dtype: DataType) -> Option<u64> {
 /// What executes the calls of one lane.
 #[derive(Debug)]
 pub(super) struct Engine {
-    pub(super) plane: Arc<Plane>,
+    pub(super) plane: Arc<Seat>,
     lane: Lane,
     rings: Arc<Vec<Vec<usize>>>,
     /// Used wherever it serves; the configuration's until the user sets another.
@@ -300,7 +300,7 @@ impl Communicator {
 }
 
 impl Engine {
-    pub(super) fn new(plane: Arc<Plane>, lane: Lane, timeout: Duration) -> Engine {
+    pub(super) fn new(plane: Arc<Seat>, lane: Lane, timeout: Duration) -> Engine {
         let forced = plane.runtime.0.config.algorithm;
         let rings = plane.plan().rings.clone();
         Engine { plane, lane, rings, forced, timeout, schedules: Schedules::default() }

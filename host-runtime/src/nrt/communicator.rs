@@ -10,7 +10,7 @@ use hw_bridge::limits::LANES;
 use super::collectives::Engine;
 use super::control::{Answer, Ask, Here, Joined, Joining, Patience, Place};
 use super::groups::Groups;
-use super::plane::Plane;
+use super::plane::Seat;
 use super::runtime::Runtime;
 use super::streams::Stream;
 use super::tensor::Tensor;
@@ -63,7 +63,7 @@ impl CommOptions {
 /// One rank's communicator. Collectives are called by all ranks in the same order; one at a time.
 #[derive(Debug)]
 pub struct Communicator {
-    plane: Arc<Plane>,
+    plane: Arc<Seat>,
     pub(super) engine: Engine,
     /// Where this rank runs; its sub-groups run there too.
     pub(super) place: Place,
@@ -137,8 +137,7 @@ impl Communicator {
         };
         let lane =
             core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
-        let plane = Arc::new(Plane::new(runtime.clone(), core, place.core, control, info));
-        inner.swaps.register(&plane);
+        let plane = Seat::take(runtime, core, place.core, control, info);
         let mut made = Communicator {
             engine: Engine::new(plane.clone(), lane, o.timeout.unwrap_or(inner.config.timeout)),
             plane,
@@ -162,6 +161,7 @@ impl Communicator {
         let (doors, patience) = (&self.plane.runtime.0.doors, self.plane.runtime.0.tenant.limits.entry);
         let _inside = doors.enter("neuronBuildGraphComm", patience)?;
         self.plane.ask(Ask::BuildGraph, Patience::Usual)?;
+        self.plane.check_members()?;
         let plan = self.plane.check_plan(self.query_info()?)?;
         self.plane.set_plan(Arc::new(plan));
         self.engine.refresh();

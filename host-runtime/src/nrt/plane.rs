@@ -1,9 +1,10 @@
 //! The control plane of a communicator: the instance of the library that plans for this rank, shared by the communicator
 //! and its streams, or by a client of the service. An instance may be exchanged under them ([`crate::swap`]).
 //!
-//! Dropped with its last user, communicator or stream: peers learn at once that the rank has left, then the library gets its
-//! free call.
+//! Its users, communicator and streams, share a [`Seat`]. With the last of them the rank leaves: peers learn it at once, also
+//! while a swap still holds the plane; then the library gets its free call.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::{Duration, Instant};
@@ -21,6 +22,7 @@ use crate::error::Error;
 use crate::hw::objects::CommCore;
 use crate::limits::FREE_PATIENCE;
 use crate::plugin::{Instance, bounded};
+use crate::status::Status;
 use crate::swap::Checkpoint;
 use crate::tenant::lock;
 
@@ -49,19 +51,26 @@ pub(crate) struct Plane {
     direct: OnceLock<bool>,
     /// The flight records of the first failure were written.
     dumped: AtomicBool,
+    /// Nobody uses it any more.
+    left: AtomicBool,
 }
 
-impl Plane {
-    /// `info` is what the library says of the communicator before its graph is built.
-    pub(crate) fn new(
-        runtime: Runtime,
+/// A use of a control plane.
+#[derive(Debug)]
+pub(crate) struct Seat(Arc<Plane>);
+
+impl Seat {
+    /// Makes the plane of a communicator that was joined, and has the swaps to come know it. `info` is what the library says
+    /// of the communicator before its graph is built.
+    pub(crate) fn take(
+        runtime: &Runtime,
         core: Arc<CommCore>,
         logical_core: i32,
         control: Control,
         info: CommInfo,
-    ) -> Plane {
-        Plane {
-            runtime,
+    ) -> Arc<Seat> {
+        let plane = Arc::new(Plane {
+            runtime: runtime.clone(),
             core,
             logical_core,
             control: RwLock::new(control),
@@ -70,9 +79,22 @@ impl Plane {
             expanded: Mutex::new(false),
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
-        }
+            left: AtomicBool::new(false),
+        });
+        runtime.0.swaps.register(&plane);
+        Arc::new(Seat(plane))
     }
+}
 
+impl Deref for Seat {
+    type Target = Plane;
+
+    fn deref(&self) -> &Plane {
+        &self.0
+    }
+}
+
+impl Plane {
     fn who(&self) -> Control {
         self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
     }
@@ -86,6 +108,11 @@ impl Plane {
             Control::Here(here) => Ok((here.instance, here.handle)),
             Control::Served(_) => Err(Error::Usage("the library of this communicator is the service's".into())),
         }
+    }
+
+    /// Nobody uses it any more: its rank has left, or is about to.
+    pub(crate) fn left(&self) -> bool {
+        self.left.load(Ordering::Acquire)
     }
 
     pub(crate) fn core(&self) -> &Arc<CommCore> {
@@ -144,9 +171,9 @@ impl Plane {
         answer
     }
 
-    /// Who is to be called. An instance that has stopped is replaced by a new one with the plan of the last checkpoint, as often
-    /// as the tenant's limits allow; without a checkpoint it stays, and answers what stopped it. Bootstrap connections ended with
-    /// the old one.
+    /// Who is to be called. An instance that has stopped is replaced by a new one with the plan of the last checkpoint, or
+    /// without if the checkpoint is what stopped it, as often as the tenant's limits allow; of a plugin without checkpoints it
+    /// stays, and answers what stopped it. Bootstrap connections ended with the old one.
     fn serving(&self) -> Result<Control, Error> {
         let has_stopped = |who: &Control| matches!(who, Control::Here(here) if here.instance.stopped().is_some());
         let who = self.who();
@@ -175,7 +202,12 @@ impl Plane {
         // Whoever restores one has the lock; what it keeps is as good.
         let Ok(mut kept) = self.checkpoint.try_lock() else { return };
         if let Control::Here(here) = self.who() {
-            *kept = Checkpoint::take((&*here.instance, here.handle));
+            *kept = Checkpoint::take((&*here.instance, here.handle)).unwrap_or_else(|(why, without)| {
+                let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
+                tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
+                self.runtime.0.swaps.lost_checkpoint();
+                without
+            });
         }
     }
 
@@ -222,7 +254,10 @@ impl Plane {
             endpoint.usable()?;
         }
         let patience = Patience::operation(until);
-        let connected = self.ask(Ask::Expand, patience).and_then(|_| self.agree_on_direct(patience));
+        let connected = self
+            .ask(Ask::Expand, patience)
+            .and_then(|_| self.check_members())
+            .and_then(|()| self.agree_on_direct(patience));
         connected.map_err(|e| match until {
             Some(until) if until <= Instant::now() => {
                 Error::Connecting { what, rank: self.core.rank, after: timeout, source: Box::new(e) }
@@ -232,6 +267,26 @@ impl Plane {
         *expanded = true;
         self.keep_checkpoint();
         Ok(())
+    }
+
+    /// Refuses a communicator with a rank that took no part in the swap which is in probation here: going back would leave that
+    /// rank behind. The peers read why.
+    ///
+    /// # Errors
+    /// [`Error::Group`].
+    pub(super) fn check_members(&self) -> Result<(), Error> {
+        let (core, endpoint) = (&self.core, &self.core.endpoint);
+        // Its peers are clients of this service too.
+        if core.is_clients() {
+            return Ok(());
+        }
+        let Some((left, (peer, pid))) = self.runtime.0.swaps.outsider(endpoint.peer_pids()) else { return Ok(()) };
+        let what = format!(
+            "rank {} made no communicator with rank {peer}: its process (pid {pid}) took no part in the hot swap of tenant {} that is              in probation for another {left:?}, and could not go back with the others; join again after that",
+            core.rank, self.runtime.0.tenant.name
+        );
+        endpoint.fail(&what);
+        Err(Error::Group { what, status: Status::FAILURE })
     }
 
     /// Settles whether the ranks read one another's private memory: only if each can read all others and is allowed to. Every
@@ -271,23 +326,22 @@ impl Plane {
     }
 }
 
-impl Drop for Plane {
+impl Drop for Seat {
     fn drop(&mut self) {
         if hw_bridge::fork::in_child() {
-            // The parent's threads, locks and sockets are behind these; a child lets them be.
-            std::mem::forget((self.core.clone(), self.runtime.clone()));
-            if let Ok(control) = self.control.try_read() {
-                std::mem::forget(control.clone());
-            }
+            // The parent's threads, locks and sockets are behind it; a child lets them be.
+            std::mem::forget(self.0.clone());
             return;
         }
-        self.core.endpoint.close();
-        let doors = &self.runtime.0.doors;
-        let inside = doors.enter("neuronFreeComm", self.runtime.0.tenant.limits.entry);
+        let plane = &self.0;
+        plane.left.store(true, Ordering::Release);
+        plane.core.endpoint.close();
+        let doors = &plane.runtime.0.doors;
+        let inside = doors.enter("neuronFreeComm", plane.runtime.0.tenant.limits.entry);
         // A plugin that does not come back from it is stopped.
         let until = Instant::now().checked_add(FREE_PATIENCE);
-        if let Err(e) = inside.and_then(|_inside| bounded(until, || self.who().free())) {
-            tracing::debug!("freeing communicator {}: {e}", self.core.id);
+        if let Err(e) = inside.and_then(|_inside| bounded(until, || plane.who().free())) {
+            tracing::debug!("freeing communicator {}: {e}", plane.core.id);
         }
     }
 }

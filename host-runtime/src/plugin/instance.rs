@@ -45,7 +45,8 @@ pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R 
 pub struct Instance {
     library: Arc<Library>,
     tenant: Arc<Tenant>,
-    busy: Mutex<bool>,
+    /// The entry that is inside.
+    busy: Mutex<Option<&'static str>>,
     idle: Condvar,
     unwanted: Arc<OnceLock<String>>,
     inner: Mutex<Inner>,
@@ -76,7 +77,7 @@ struct Entered<'a>(&'a Instance, #[allow(dead_code)] (Ticking, Working<'a>));
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         ON_STACK.with_borrow_mut(|s| s.retain(|i| *i != self.0.key()));
-        *lock(&self.0.busy) = false;
+        *lock(&self.0.busy) = None;
         self.0.idle.notify_one();
     }
 }
@@ -109,7 +110,7 @@ impl Instance {
         Arc::new(Instance {
             library: library.clone(),
             tenant: tenant.clone(),
-            busy: Mutex::new(false),
+            busy: Mutex::default(),
             idle: Condvar::new(),
             unwanted: store.data().unwanted.clone(),
             inner: Mutex::new(Inner { store, instance, stopped: None }),
@@ -206,7 +207,7 @@ impl Instance {
         let begun = Instant::now();
         let deadline = until.into_iter().fold(begun + self.tenant.limits.entry, Instant::min);
         let mut busy = lock(&self.busy);
-        while *busy {
+        while busy.is_some() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let waited = deadline.saturating_duration_since(begun);
@@ -218,7 +219,7 @@ impl Instance {
             }
             busy = self.idle.wait_timeout(busy, left).unwrap_or_else(|p| p.into_inner()).0;
         }
-        *busy = true;
+        *busy = Some(entry);
         drop(busy);
         ON_STACK.with_borrow_mut(|s| s.push(self.key()));
         Ok(Entered(self, (Ticking::start(), Working::on(self.tenant.cpu.as_ref()))))
@@ -304,12 +305,11 @@ impl Instance {
     }
 
     /// Ends the call under way, if there is one, when the guest is next looked at; its caller reads why. The instance serves
-    /// no more calls then.
-    pub(crate) fn end_call(&self, why: &str) {
-        if *lock(&self.busy) {
-            // The first reason stays.
-            let _ = self.unwanted.set(why.into());
-        }
+    /// no more calls then. Answers the entry, the first time.
+    pub(crate) fn end_call(&self, why: &str) -> Option<&'static str> {
+        let inside = *lock(&self.busy);
+        // The first reason stays.
+        inside.filter(|_| self.unwanted.set(why.into()).is_ok())
     }
 
     /// Type-checks an export without calling it.

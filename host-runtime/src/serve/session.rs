@@ -24,7 +24,7 @@ use crate::limits::SERVICE_MESSAGE;
 use crate::message::{self, MessageError};
 use crate::nrt::Rendezvous;
 use crate::nrt::control::{Answer, Ask, Here, Joined, Joining, Place};
-use crate::nrt::plane::Plane;
+use crate::nrt::plane::Seat;
 use crate::status::Status;
 use crate::tenant::lock;
 
@@ -189,7 +189,7 @@ struct Worker<'a> {
     stream: &'a UnixStream,
     lessee: Arc<Lessee>,
     abort: &'a AbortToken,
-    joined: Option<Arc<Plane>>,
+    joined: Option<Arc<Seat>>,
 }
 
 impl Worker<'_> {
@@ -304,8 +304,7 @@ impl Worker<'_> {
         let comm = core.id;
         let bytes = |s: &Segment| s.len() as u64;
         let (block, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));
-        let plane = Arc::new(Plane::new(runtime.clone(), core, place.core, control, info.clone()));
-        runtime.0.swaps.register(&plane);
+        let plane = Seat::take(runtime, core, place.core, control, info.clone());
         self.joined = Some(plane);
         Ok(Reply::Joined { comm, place, control: block, hbm, info: Answer::Info(Box::new(info)) })
     }

@@ -3,13 +3,14 @@
 //! Dropped before it was committed, it lets the old instances go on.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::Vote;
 use sha2::{Digest, Sha256};
 use wasmtime::component::Resource;
 
-use super::{Request, lifecycle};
+use super::exported::fits;
+use super::{Order, lifecycle};
 use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
@@ -17,10 +18,10 @@ use crate::nrt::plane::{Plan, Plane};
 use crate::plugin::Instance;
 
 /// An instance and its handle of the communicator.
-type Control = (Arc<Instance>, u32);
+pub(super) type Control = (Arc<Instance>, u32);
 
 /// What a library had of a communicator: the communicator's id, the instance, the plan.
-type Kept = (u64, Control, Arc<Plan>);
+pub(super) type Kept = (u64, Control, Arc<Plan>);
 
 /// The library that served before, beside the one that serves.
 #[derive(Debug, Clone)]
@@ -32,6 +33,15 @@ pub(crate) struct Parked {
     pub until: Instant,
     /// Which swap parked it.
     pub swap: u64,
+    /// Processes of those that took part in it.
+    pub pids: Vec<u32>,
+}
+
+impl Parked {
+    /// How much longer it stays.
+    pub fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
 }
 
 /// A digest as a ballot holds it.
@@ -62,11 +72,11 @@ pub(super) struct Candidate {
 
 impl Candidate {
     /// LOAD: the gate of the first load, by another door.
-    pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
+    pub fn load(runtime: &Runtime, order: &Order, parked: Option<&Parked>) -> Result<Candidate, String> {
         let inner = &runtime.0;
         // Without one there would be nothing to exchange, after all had agreed.
         inner.forward.loaded()?;
-        let (loaded, kept) = match (&request.plugin, parked) {
+        let (loaded, kept) = match (&order.plugin, parked) {
             (Some(path), _) => {
                 let loaded = forward::load(&inner.tenant, path, &inner.config.without_callbacks);
                 (loaded.map_err(|e| e.sentinel)?, Vec::new())
@@ -128,22 +138,17 @@ impl Candidate {
                 old.wire_compat, new.wire_compat
             )));
         }
-        if !new.reads_schemas.contains(&old.state_schema) {
-            return Err(about(format!(
-                "the old plugin writes state of schema {}, the new one reads {:?}",
-                old.state_schema, new.reads_schemas
-            )));
-        }
-        let most = self.runtime.0.tenant.limits.state;
-        for m in &mut self.moves {
+        fits(&old.schema_name, old.state_schema, &new).map_err(about)?;
+        // A rank that has left may have freed its plan.
+        for m in self.moves.iter_mut().filter(|m| !m.plane.left()) {
             let (id, rank) = (m.plane.core().id, m.plane.core().rank);
             let of = |e: String| format!("communicator {id} of rank {rank}: {e}");
             let before = (&*m.old.0, m.old.1);
             lifecycle::quiesce(before).map_err(|e| about(of(e)))?;
             let held = (&*m.new.0, m.new.1);
             let forward = &self.runtime.0.forward;
-            let moved = lifecycle::export(before, most).map_err(about).and_then(|state| {
-                lifecycle::import(held, old.state_schema, &state)?;
+            let moved = lifecycle::export(before, &old).map_err(about).and_then(|plan| {
+                lifecycle::import(held, &new, &plan)?;
                 lifecycle::resume(held)?;
                 let info = forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
                 info.and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
@@ -170,14 +175,18 @@ impl Candidate {
         self.moves.iter().map(digest).collect()
     }
 
-    /// Ends the calls that are inside the old plugin: the ranks that wait for them come to the boundary otherwise never.
-    pub fn end_calls(&self, why: &str) {
-        self.moves.iter().for_each(|m| m.old.0.end_call(why));
+    /// Ends the calls that are inside the old plugin; answers which.
+    pub fn end_calls(&self, why: &str) -> Vec<String> {
+        let ended = |m: &Move| {
+            let (core, entry) = (m.plane.core(), m.old.0.end_call(why)?);
+            Some(format!("{entry} of communicator {} of rank {}", core.id, core.rank))
+        };
+        self.moves.iter().filter_map(ended).collect()
     }
 
     /// COMMIT: the table, every communicator's instance, its rings. Gates are closed, doors are shut. Answers the generation,
     /// and what was there before.
-    pub fn commit(mut self, exchange: impl Fn(), until: Instant, swap: u64) -> Result<(u64, Parked), String> {
+    pub fn commit(mut self, exchange: impl Fn()) -> Result<(u64, Loaded, Vec<Kept>), String> {
         let mut kept = Vec::with_capacity(self.moves.len());
         for m in self.moves.drain(..) {
             let before = m.plane.plan();
@@ -189,6 +198,6 @@ impl Candidate {
             exchange();
         }
         let (generation, old) = self.runtime.0.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
-        Ok((generation, Parked { loaded: Loaded::clone(&old), kept, until, swap }))
+        Ok((generation, Loaded::clone(&old), kept))
     }
 }

@@ -3,23 +3,29 @@
 
 use std::sync::Arc;
 
+use super::exported::Exported;
 use super::lifecycle;
 use crate::error::Error;
 use crate::hw::objects::{CommCore, CommunicatorObject};
 use crate::plugin::Instance;
 
+/// What an instance begins with: a plan; or none, where the plugin stopped while it was asked for it.
 #[derive(Debug)]
-pub(crate) struct Checkpoint {
-    schema: u32,
-    state: Vec<u8>,
-}
+pub(crate) struct Checkpoint(Option<Exported>);
 
 impl Checkpoint {
-    /// Between two calls of an instance; nothing if the plugin has no life-cycle interface or hands out nothing.
-    pub(crate) fn take(held: lifecycle::Held<'_>) -> Option<Checkpoint> {
-        let schema = lifecycle::describe(held.0).ok()?.state_schema;
-        let state = lifecycle::export(held, held.0.tenant().limits.state).ok()?;
-        Some(Checkpoint { schema, state })
+    /// Between two calls of an instance; nothing if the plugin has no life-cycle interface.
+    ///
+    /// # Errors
+    /// Why the plugin did not hand out its plan. If that stopped it, the error has a checkpoint without: a trap poisons the store,
+    /// so what can be kept is only that there may be a new one.
+    pub(crate) fn take(held: lifecycle::Held<'_>) -> Result<Option<Checkpoint>, (String, Option<Checkpoint>)> {
+        if !lifecycle::offered(held.0) {
+            return Ok(None);
+        }
+        let plan = lifecycle::describe(held.0).and_then(|writer| lifecycle::export(held, &writer));
+        let lost = |why| (why, held.0.stopped().map(|_| Checkpoint(None)));
+        plan.map(|plan| Some(Checkpoint(Some(plan)))).map_err(lost)
     }
 
     /// A new instance with this plan in the place of `stopped`, and its handle of the communicator.
@@ -32,7 +38,11 @@ impl Checkpoint {
             .peek(|s| s.add(CommunicatorObject(core.clone())))
             .map_err(|_| Error::Bug("a fresh instance has no room for one handle".into()))?;
         let held = (&*instance, handle.rep());
-        match lifecycle::import(held, self.schema, &self.state).and_then(|()| lifecycle::resume(held)) {
+        let Some(plan) = &self.0 else { return Ok((instance, handle.rep())) };
+        let taken = lifecycle::describe(held.0)
+            .and_then(|reader| lifecycle::import(held, &reader, plan))
+            .and_then(|()| lifecycle::resume(held));
+        match taken {
             Ok(()) => Ok((instance, handle.rep())),
             Err(why) => Err(instance.stop_error("import-state", why, Vec::new())),
         }

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::{Ballot, Decision};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
 
 use super::{Kind, LONGEST, Outcome, Request, Status};
 use crate::control::{self, Answer, Question};
@@ -17,7 +18,7 @@ use crate::limits::MESSAGE_PATIENCE;
 use crate::message::{self, MessageError};
 
 /// What is wanted of a tenant.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     /// The tenant's name.
     pub tenant: String,
@@ -163,7 +164,14 @@ pub fn cancel(tenant: &str) -> Result<usize, Error> {
 pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let tenant = &order.tenant;
     let plugin = order.plugin.as_deref().map(absolute).transpose()?;
-    let met = meet(tenant)?;
+    let mut met = meet(tenant)?;
+    if plugin.is_none() {
+        // Whoever was opened since the swap has nothing to go back to. One that has not ended it yet is none of those.
+        met.retain(|(_, s)| s.probation.is_some() || !s.swap.is_empty());
+    }
+    if met.is_empty() {
+        return Err(refused(tenant, "there is no plugin in probation to go back to"));
+    }
     let system = |what: &str, source: std::io::Error| Error::System { what: what.into(), source };
     let mut number = [0; 8];
     rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())
@@ -173,20 +181,8 @@ pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let Some(fd) = ballot.fd() else { return Err(Error::Bug("a ballot that was just made has no descriptor".into())) };
     let pids: Vec<u32> = met.iter().map(|(_, s)| s.pid).collect();
     for (place, (stream, status)) in met.iter().enumerate() {
-        let request = Request {
-            id,
-            place,
-            pids: pids.clone(),
-            kind: order.kind,
-            plugin: plugin.clone(),
-            why: order.why.clone(),
-            stateless: order.stateless,
-            force: order.force,
-            dry: order.dry,
-            timeout: order.timeout,
-            quiesce: order.quiesce,
-            probation: order.probation,
-        };
+        let order = Order { plugin: plugin.clone(), ..order.clone() };
+        let request = Request { id, place, pids: pids.clone(), order };
         let why = match control::ask_on(stream, &Question::Swap(request), &[fd]) {
             Ok(Answer::Done) => continue,
             Ok(Answer::Refused(why)) => why,

@@ -2,6 +2,7 @@
 
 use wasmtime::component::{ComponentNamedList, ComponentType, Lift, Lower, Resource};
 
+use super::exported::Exported;
 use crate::bindings::exports::neuron::lifecycle::lifecycle::Description;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::CommunicatorObject;
@@ -49,19 +50,32 @@ pub(crate) fn resume(held: Held<'_>) -> Result<(), String> {
     of_comm(held, "resume")
 }
 
-/// The plan of a quiesced communicator, at most `most` bytes.
-pub(crate) fn export(held: Held<'_>, most: usize) -> Result<Vec<u8>, String> {
+/// Whether a plugin has the interface.
+pub(crate) fn offered(instance: &Instance) -> bool {
+    instance.library().exported(LIFECYCLE).is_some()
+}
+
+/// Bytes of a plan.
+fn most(held: Held<'_>, entry: &str) -> usize {
+    let limit = held.0.tenant().limits.state;
+    byte_list(LIFECYCLE, entry).map_or(limit, |b| limit.min(b as usize))
+}
+
+/// The plan of a quiesced communicator. The plugin describes itself as `writer`.
+pub(crate) fn export(held: Held<'_>, writer: &Description) -> Result<Exported, String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
     let state = asked(held, "export-state", call::<_, Result<Vec<u8>, NrtStatus>>(held.0, "export-state", (comm,)))?;
-    let most = byte_list(LIFECYCLE, "export-state").map_or(most, |b| most.min(b as usize));
+    let most = most(held, "export-state");
     if state.len() > most {
         let (name, bytes) = (&held.0.library().name, state.len());
         return Err(format!("`export-state` of {name} answered {bytes} bytes, {most} are allowed"));
     }
-    Ok(state)
+    Ok(Exported::seal(writer, state))
 }
 
-pub(crate) fn import(held: Held<'_>, schema: u32, state: &[u8]) -> Result<(), String> {
+/// Hands a plan to a plugin that describes itself as `reader`.
+pub(crate) fn import(held: Held<'_>, reader: &Description, plan: &Exported) -> Result<(), String> {
+    let (schema, state) = plan.open(reader, most(held, "import-state"))?;
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
     asked(held, "import-state", call::<_, Result<(), NrtStatus>>(held.0, "import-state", (comm, schema, state)))
 }

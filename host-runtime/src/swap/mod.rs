@@ -27,6 +27,8 @@
 //! | `coordinate` | finding the participants, the ballot, what comes of it |
 //! | `part` | what one participant does, in the order above |
 //! | `candidate` | LOAD to IMPORT, for all communicators of a participant |
+//! | `exported` | a plan between EXPORT and IMPORT: its schema, its checksum |
+//! | `checkpoint` | a plan for an instance in the place of one that stopped |
 //! | `lifecycle` | the five entries of `neuron:lifecycle` |
 //! | `doors` | holding the control plane shut |
 //! | `probation` | what becomes of the old library |
@@ -35,12 +37,12 @@ mod candidate;
 mod checkpoint;
 pub mod coordinate;
 pub(crate) mod doors;
+mod exported;
 pub(crate) mod lifecycle;
 mod part;
 mod probation;
 
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -77,24 +79,8 @@ pub struct Request {
     pub place: usize,
     /// Processes of all participants.
     pub pids: Vec<u32>,
-    /// What is replaced.
-    pub kind: Kind,
-    /// The new plugin; `None` goes back to the one that is in probation.
-    pub plugin: Option<PathBuf>,
-    /// Why, where a swap goes back.
-    pub why: String,
-    /// The plans of the old plugin are not handed over.
-    pub stateless: bool,
-    /// Calls that are inside the old plugin are not waited for.
-    pub force: bool,
-    /// Stop before anything is held up, and say what would happen.
-    pub dry: bool,
-    /// Bound of everything before the ranks stand still.
-    pub timeout: Duration,
-    /// Bound of standing still.
-    pub quiesce: Duration,
-    /// How long the old library stays beside the new one.
-    pub probation: Duration,
+    /// What is wanted.
+    pub order: Order,
 }
 
 /// What became of a swap on one participant.
@@ -106,6 +92,8 @@ pub enum Outcome {
         generation: u64,
         /// How long its operations stood still.
         pause: Duration,
+        /// The calls that `force` ended.
+        ended: Vec<String>,
     },
     /// It would take part.
     Possible(String),
@@ -130,6 +118,8 @@ pub struct Status {
     pub ranks: Vec<(usize, usize)>,
     /// What a swap is doing, in words; empty without one.
     pub swap: String,
+    /// The swap that is in probation; a runtime that was opened since then has none.
+    pub probation: Option<u64>,
     /// Of swaps.
     pub counts: Counts,
     /// What became of the last swap, in words.
@@ -147,6 +137,8 @@ pub struct Counts {
     pub rolled_back: u64,
     /// How long operations stood still in the last one that committed.
     pub last_pause: Duration,
+    /// Plans that a plugin did not hand out when they were to be kept for a restart.
+    pub lost_checkpoints: u64,
 }
 
 /// Where a swap is, for faults that tests put in.
@@ -219,12 +211,25 @@ impl Swaps {
 
     fn planes(&self) -> Vec<Arc<Plane>> {
         let planes = lock(&self.state).planes.clone();
-        planes.iter().filter_map(Weak::upgrade).collect()
+        planes.iter().filter_map(Weak::upgrade).filter(|p| !p.left()).collect()
     }
 
     /// Whether the plugin before is still there to go back to.
     pub(crate) fn on_probation(&self) -> bool {
         lock(&self.state).parked.is_some()
+    }
+
+    /// The first of some ranks whose process takes no part in the probation under way, and how long that lasts.
+    pub(crate) fn outsider(&self, ranks: impl Iterator<Item = (usize, u32)>) -> Option<(Duration, (usize, u32))> {
+        let state = lock(&self.state);
+        let parked = state.parked.as_ref()?;
+        let outsider = ranks.into_iter().find(|(_, pid)| !parked.pids.contains(pid))?;
+        Some((parked.left(), outsider))
+    }
+
+    /// Counts a plan that is not kept.
+    pub(crate) fn lost_checkpoint(&self) {
+        lock(&self.state).counts.lost_checkpoints += 1;
     }
 
     /// Counters.
@@ -242,25 +247,26 @@ impl Swaps {
         if state.closing {
             return Err("the runtime is closing".into());
         }
-        if [request.timeout, request.quiesce, request.probation].into_iter().any(|t| t > LONGEST) {
+        let order = &request.order;
+        if [order.timeout, order.quiesce, order.probation].into_iter().any(|t| t > LONGEST) {
             return Err(format!("a time-out and a probation are at most {LONGEST:?}"));
         }
         if let Some((_, doing)) = &state.current {
             return Err(format!("another swap is under way ({doing}); one at a time"));
         }
-        match (&state.parked, &request.plugin) {
+        match (&state.parked, &order.plugin) {
             (Some(p), Some(_)) => {
-                let left = p.until.saturating_duration_since(std::time::Instant::now());
                 return Err(format!(
-                    "the swap before is in probation for another {left:?}, and two versions at most are alive; wait for its end"
+                    "the swap before is in probation for another {:?}, and two versions at most are alive; wait for its end",
+                    p.left()
                 ));
             }
             (None, None) => return Err("there is no plugin in probation to go back to".into()),
             _ => {}
         }
         let ballot = Arc::new(ballot);
-        let doing = match &request.plugin {
-            Some(p) if request.dry => format!("planning for {}", p.display()),
+        let doing = match &order.plugin {
+            Some(p) if order.dry => format!("planning for {}", p.display()),
             Some(p) => format!("swapping to {}", p.display()),
             None => "going back".to_string(),
         };
@@ -310,6 +316,7 @@ impl Swaps {
             generation,
             ranks,
             swap,
+            probation: state.parked.as_ref().map(|p| p.swap),
             counts: state.counts,
             last: state.last.clone(),
         }

@@ -1,5 +1,6 @@
 //! What one participant of a swap does. See the phases in [`super`].
 
+use std::cell::RefCell;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,9 +8,9 @@ use std::time::{Duration, Instant};
 use hw_bridge::ballot::{Ballot, Decision, Phase, Vote};
 use hw_bridge::sequencer::{Closed, Lacking, Positions};
 
-use super::candidate::{Candidate, digest_words};
+use super::candidate::{Candidate, Parked, digest_words};
 use super::doors::{Passing, Shut};
-use super::{Fault, Kind, Outcome, Request, Step, probation};
+use super::{Fault, Kind, Order, Outcome, Request, Step, probation};
 use crate::control::Answer;
 use crate::limits::MESSAGE_PATIENCE;
 use crate::nrt::Runtime;
@@ -31,7 +32,8 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
     // Whoever asked may be gone; the others go on all the same.
     let _ = crate::message::send(stream, &Answer::Done, &[], Instant::now() + MESSAGE_PATIENCE);
     let traps = runtime.0.tenant.counters.traps();
-    let part = Part { runtime: &runtime, request, ballot };
+    let order = &request.order;
+    let part = Part { runtime: &runtime, request, order, ballot, ended: RefCell::default() };
     /// However the thread ends, the others are not kept waiting, nor the next swap out.
     struct Ends<'a>(&'a Runtime, &'a Ballot);
     impl Drop for Ends<'_> {
@@ -48,13 +50,13 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
         let mut state = lock(&swaps.state);
         state.current = None;
         let (pause, text) = match &outcome {
-            Outcome::Swapped { pause, generation } => {
+            Outcome::Swapped { pause, generation, ended } => {
                 state.counts.committed += 1;
-                state.counts.rolled_back += u64::from(request.plugin.is_none());
+                state.counts.rolled_back += u64::from(order.plugin.is_none());
                 state.counts.last_pause = *pause;
-                let back =
-                    if request.plugin.is_none() { format!("went back: {}; ", request.why) } else { String::new() };
-                (*pause, format!("{back}generation {generation} serves since then, after a pause of {pause:?}"))
+                let back = if order.plugin.is_none() { format!("went back: {}; ", order.why) } else { String::new() };
+                let ended = told(ended);
+                (*pause, format!("{back}generation {generation} serves since then, after a pause of {pause:?}{ended}"))
             }
             Outcome::Possible(text) => (Duration::ZERO, text.clone()),
             Outcome::Kept(why) => {
@@ -74,10 +76,18 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
     }
 }
 
+/// What `force` did, behind another sentence.
+fn told(ended: &[String]) -> String {
+    if ended.is_empty() { String::new() } else { format!("; --force ended {}", ended.join(", ")) }
+}
+
 struct Part<'a> {
     runtime: &'a Runtime,
     request: &'a Request,
+    order: &'a Order,
     ballot: &'a Arc<Ballot>,
+    /// The calls that were ended.
+    ended: RefCell<Vec<String>>,
 }
 
 impl Part<'_> {
@@ -90,7 +100,7 @@ impl Part<'_> {
                 }
                 self.ballot.decide(Decision::Abort);
                 // The first reason, which may be another's, is what is worth knowing.
-                Outcome::Kept(self.reasons().unwrap_or(why))
+                Outcome::Kept(self.reasons().unwrap_or(why) + &told(&self.ended.borrow()))
             }
         }
     }
@@ -136,25 +146,25 @@ impl Part<'_> {
     }
 
     fn attempt(&self) -> Result<Outcome, String> {
-        let (request, ballot) = (self.request, self.ballot);
-        let until = Instant::now() + request.timeout;
+        let (request, order, ballot) = (self.request, self.order, self.ballot);
+        let until = Instant::now() + order.timeout;
         self.at(Step::Load)?;
-        if request.kind == Kind::Net {
+        if order.kind == Kind::Net {
             return self.net(until);
         }
         // It stays where it is until the decision.
         let parked = lock(&self.runtime.0.swaps.state).parked.clone();
-        let mut candidate = Candidate::load(self.runtime, request, parked.as_ref())?;
+        let mut candidate = Candidate::load(self.runtime, order, parked.as_ref())?;
         drop(parked);
         self.goes_on()?;
         self.at(Step::Prepare)?;
         let communicators = candidate.prepare()?;
         self.check_peers(&candidate)?;
-        if request.dry {
+        if order.dry {
             ballot.vote(request.place, candidate.vote());
             self.all_voted(until)?;
             let (name, how) =
-                (&candidate.loaded.library.name, if request.stateless { "stateless" } else { "handed over" });
+                (&candidate.loaded.library.name, if order.stateless { "stateless" } else { "handed over" });
             return Ok(Outcome::Possible(format!("{name} would serve {communicators} communicators, plans {how}")));
         }
         self.goes_on()?;
@@ -170,17 +180,17 @@ impl Part<'_> {
     /// FREEZE, EXPORT, IMPORT; answers how many calls had entered the old plugin then. The doors open again: until the ranks
     /// stand still the old plugin serves, or an operation that comes after such a call would wait for it.
     fn hand_over(&self, candidate: &mut Candidate, until: Instant) -> Result<u64, String> {
-        let request = self.request;
+        let order = self.order;
         self.at(Step::Freeze)?;
-        let shut = self.shut(until.min(Instant::now() + request.quiesce))?;
+        let shut = self.shut(until.min(Instant::now() + order.quiesce))?;
         let _passing = Passing::begin();
         // Those that were made meanwhile.
         candidate.prepare()?;
         self.check_peers(candidate)?;
         self.at(Step::Export)?;
-        if request.plugin.is_none() {
+        if order.plugin.is_none() {
             candidate.take_up_again();
-        } else if !request.stateless {
+        } else if !order.stateless {
             self.at(Step::Import)?;
             candidate.hand_over()?;
         }
@@ -188,7 +198,7 @@ impl Part<'_> {
     }
 
     fn shut(&self, until: Instant) -> Result<Shut<'_>, String> {
-        self.runtime.0.doors.shut(until, self.request.force).map_err(|inside| {
+        self.runtime.0.doors.shut(until, self.order.force).map_err(|inside| {
             format!(
                 "{inside} calls are inside the old plugin, or make a communicator, and did not end in time; try again, or `force`"
             )
@@ -197,7 +207,7 @@ impl Part<'_> {
 
     /// Every rank of every communicator must take part, and be linked to all others: the rings may be any.
     fn check_peers(&self, candidate: &Candidate) -> Result<(), String> {
-        for m in &candidate.moves {
+        for m in candidate.moves.iter().filter(|m| !m.plane.left()) {
             let (core, endpoint) = (m.plane.core(), &m.plane.core().endpoint);
             let (id, rank) = (core.id, core.rank);
             // Its peers are clients of this service too, and go by the rings they have.
@@ -224,7 +234,7 @@ impl Part<'_> {
     fn all_voted(&self, until: Instant) -> Result<(), String> {
         let ballot = self.ballot;
         if !ballot.wait(until, CALM, || self.given_up() || ballot.all(Phase::Voted)) {
-            return Err(self.waited_for(Phase::Voted, "was not prepared", self.request.timeout));
+            return Err(self.waited_for(Phase::Voted, "was not prepared", self.order.timeout));
         }
         self.goes_on()?;
         let mine = ballot.voted(self.request.place);
@@ -251,22 +261,22 @@ impl Part<'_> {
 
     /// QUIESCE and COMMIT. `exported` calls had entered the old plugin when it exported.
     fn exchange(&self, mut candidate: Candidate, exported: u64) -> Result<Outcome, String> {
-        let (request, ballot) = (self.request, self.ballot);
+        let (request, order, ballot) = (self.request, self.order, self.ballot);
         let began = Instant::now();
-        let until = began + request.quiesce;
-        let cores: Vec<_> = candidate.moves.iter().map(|m| (m.plane.core().clone(), m.plane.plan())).collect();
+        let until = began + order.quiesce;
+        let planes: Vec<_> = candidate.moves.iter().map(|m| (m.plane.clone(), m.plane.plan())).collect();
         // All lanes of all communicators close before any says where it is: what a lane waits for in another one has then
         // been announced there.
-        let closed: Vec<Closed<'_>> = cores.iter().map(|(core, _)| core.endpoint.close_gates()).collect();
-        if request.force {
-            candidate.end_calls(&format!("a hot swap (--force, number {:x}) ended the call", request.id));
-        }
+        let closed: Vec<Closed<'_>> = planes.iter().map(|(p, _)| p.core().endpoint.close_gates()).collect();
         self.at(Step::Closed)?;
         let plans = candidate.plans();
         let mine: Vec<Positions> = closed.iter().zip(&plans).map(|(c, p)| c.publish(request.id, *p)).collect();
         ballot.ring();
-        // Without rings there are no operations; in a communicator that is broken none will succeed.
-        let stands = |i: usize| cores[i].1.rings.is_empty() || cores[i].0.endpoint.usable().is_err();
+        // Without rings there are no operations; in a communicator that is broken none will succeed, and who has left begins none.
+        let stands = |i: usize| {
+            let (plane, plan) = &planes[i];
+            plan.rings.is_empty() || plane.left() || plane.core().endpoint.usable().is_err()
+        };
         let mut clash = None;
         let mut boundaries: Vec<Option<Positions>> = vec![None; closed.len()];
         let mut lacking = String::new();
@@ -282,7 +292,7 @@ impl Part<'_> {
                         true
                     }
                     Err(Lacking::OtherRings(peer)) => {
-                        let (id, rank) = (cores[i].0.id, cores[i].0.rank);
+                        let (id, rank) = (planes[i].0.core().id, planes[i].0.core().rank);
                         clash = Some(format!(
                             "rank {peer} of communicator {id} would go by other rings than rank {rank}: the plugins that they load, or \
                              the plans that these make, differ; give all the same file"
@@ -290,7 +300,7 @@ impl Part<'_> {
                         true
                     }
                     Err(Lacking::Silent(peer)) => {
-                        let core = &cores[i].0;
+                        let core = planes[i].0.core();
                         lacking = format!("rank {peer} of communicator {} did not hold its operations", core.id);
                         stands(i)
                     }
@@ -303,14 +313,15 @@ impl Part<'_> {
             return Err(why);
         }
         if !came {
-            return Err(format!("{lacking} within {:?}", request.quiesce));
+            return Err(format!("{lacking} within {:?}", order.quiesce));
         }
+        ballot.set_phase(request.place, Phase::Agreed);
         let mut short = String::new();
         let mut idle = || {
             (0..closed.len()).all(|i| {
                 let Some(boundary) = &boundaries[i] else { return true };
                 let Some((lane, last)) = closed[i].short_of(boundary) else { return true };
-                let core = &cores[i].0;
+                let core = planes[i].0.core();
                 short = format!(
                     "rank {} of communicator {} did not come to operation #{} of lane {lane}: {last}",
                     core.rank, core.id, boundary[lane]
@@ -318,20 +329,27 @@ impl Part<'_> {
                 stands(i)
             })
         };
-        let came = ballot.wait(until, QUICK, || self.given_up() || idle());
+        // Who is waited for may be in one of the calls that `force` ends; who comes by itself needs none ended.
+        let patience = if order.force { order.quiesce / 4 } else { order.quiesce };
+        let mut came = ballot.wait(began + patience, QUICK, || self.given_up() || idle());
+        if !came && order.force && ballot.wait(until, QUICK, || self.given_up() || ballot.all(Phase::Agreed)) {
+            self.goes_on()?;
+            self.end_calls(&candidate);
+            came = ballot.wait(until, QUICK, || self.given_up() || idle());
+        }
         self.goes_on()?;
         if !came {
             return Err(format!(
                 "{short}, within {:?}; it may be busy elsewhere: try again, or wait longer",
-                request.quiesce
+                order.quiesce
             ));
         }
         let shut = self.shut(until.min(Instant::now() + LAST_SHUT))?;
         let _passing = Passing::begin();
-        if candidate.prepare()? != cores.len() {
+        if candidate.prepare()? != planes.len() {
             return Err("a communicator was made while the ranks came to a stand; try again".into());
         }
-        if shut.entered() != exported && request.plugin.is_some() && !request.stateless {
+        if shut.entered() != exported && order.plugin.is_some() && !order.stateless {
             candidate.hand_over()?;
             if candidate.plans() != plans {
                 return Err("the new plugin planned other rings when it was asked again; try again".into());
@@ -342,19 +360,21 @@ impl Part<'_> {
         self.decide(until)?;
         // From here on nothing fails: the others do it too.
         let _ = self.at(Step::Commit);
-        let end = Instant::now() + request.probation;
-        // What its user let go of meanwhile ends when the gates are open.
-        let planes = self.runtime.0.swaps.planes();
-        let (generation, parked) = candidate.commit(|| drop(self.at(Step::Exchange)), end, request.id)?;
+        if order.force {
+            self.end_calls(&candidate);
+        }
+        let until = Instant::now() + order.probation;
+        let (generation, loaded, kept) = candidate.commit(|| drop(self.at(Step::Exchange)))?;
         drop(closed);
         let pause = began.elapsed();
-        planes.iter().for_each(|p| p.keep_checkpoint());
+        planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint());
         drop(planes);
+        let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone() };
         let goes = {
             let mut state = lock(&self.runtime.0.swaps.state);
             let goes = state.parked.take();
             // What failed in probation does not come back; what was parked before serves again.
-            if request.plugin.is_some() && !request.probation.is_zero() {
+            if order.plugin.is_some() && !order.probation.is_zero() {
                 state.parked = Some(parked);
                 (goes, None)
             } else {
@@ -363,12 +383,18 @@ impl Part<'_> {
         };
         // RETIRE, where there is no probation.
         drop(goes);
-        Ok(Outcome::Swapped { generation, pause })
+        Ok(Outcome::Swapped { generation, pause, ended: self.ended.take() })
+    }
+
+    /// Ends the calls that are inside the old plugin.
+    fn end_calls(&self, candidate: &Candidate) {
+        let why = format!("a hot swap (--force, number {:x}) ended the call", self.request.id);
+        self.ended.borrow_mut().extend(candidate.end_calls(&why));
     }
 
     /// Says that this participant holds still, and waits for the decision.
     fn decide(&self, until: Instant) -> Result<(), String> {
-        let (request, ballot) = (self.request, self.ballot);
+        let (request, order, ballot) = (self.request, self.order, self.ballot);
         ballot.set_phase(request.place, Phase::Ready);
         self.at(Step::Decide)?;
         let decided = ballot.wait(until, QUICK, || ballot.decision().is_some() || ballot.all(Phase::Ready));
@@ -376,7 +402,7 @@ impl Part<'_> {
             ballot.decide(Decision::Commit)
         } else {
             if !decided {
-                ballot.refuse(request.place, &self.waited_for(Phase::Ready, "did not stand still", request.quiesce));
+                ballot.refuse(request.place, &self.waited_for(Phase::Ready, "did not stand still", order.quiesce));
             }
             ballot.decide(Decision::Abort)
         };
@@ -385,24 +411,24 @@ impl Part<'_> {
 
     /// A net component: no lane runs by it, so there is nothing to bring to a stand but the calls of the library.
     fn net(&self, until: Instant) -> Result<Outcome, String> {
-        let (request, inner) = (self.request, &self.runtime.0);
-        let Some(path) = &request.plugin else { return Err("a net plugin has no probation to go back from".into()) };
+        let (order, inner) = (self.order, &self.runtime.0);
+        let Some(path) = &order.plugin else { return Err("a net plugin has no probation to go back from".into()) };
         self.at(Step::Prepare)?;
         let new = crate::net::prepare(&inner.tenant, path)?;
         let digest = digest_words(new.digest().as_bytes());
-        self.ballot.vote(request.place, Vote { digest, wire: 0 });
+        self.ballot.vote(self.request.place, Vote { digest, wire: 0 });
         self.all_voted(until)?;
-        if request.dry {
+        if order.dry {
             return Ok(Outcome::Possible(format!("{} would be the net plugin", path.display())));
         }
         self.at(Step::Quiesce)?;
         let began = Instant::now();
-        let until = began + request.quiesce;
+        let until = began + order.quiesce;
         let _shut = self.shut(until)?;
         self.decide(until)?;
         let generation = inner.forward.loaded().map_or(0, |l| l.generation);
         // RETIRE: handles of the old one, if a library still has any, lead to the new one from here on.
         drop(crate::net::exchange(&inner.tenant, new));
-        Ok(Outcome::Swapped { generation, pause: began.elapsed() })
+        Ok(Outcome::Swapped { generation, pause: began.elapsed(), ended: Vec::new() })
     }
 }

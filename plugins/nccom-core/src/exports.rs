@@ -549,6 +549,7 @@ impl<R: Release> lifecycle::Guest for Library<R> {
             wire_compat: "nccom-bootstrap-2".into(),
             state_schema: R::STATE_SCHEMA,
             reads_schemas: state::READ.into(),
+            schema_name: state::NAME.into(),
         }
     }
 

@@ -23,6 +23,8 @@ use crate::topo::limits::{MAX_CHANNELS, MAX_KANGA_PATHS, MAX_MLA_CYCLES};
 
 /// Ranks of a group: what the roll and the records of one fit this library's memory.
 pub const MAX_RANKS: u32 = 4096;
+/// What the schemas are schemas of.
+pub const NAME: &str = "nccom-plan";
 /// Schemas that are read.
 pub const READ: [u32; 2] = [1, 2];
 

@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::swap::{Fault, Step};
 use host_runtime::{DataType, ReduceOp};
+use tests::reduction;
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
@@ -96,31 +97,22 @@ fn run() -> Result<()> {
 
 /// Reduces until rank 0 has enough; answers how often.
 fn work(comm: &mut Communicator, enough: &AtomicBool) -> Result<u32> {
-    let (rank, n) = (comm.rank(), comm.nranks());
     let most = 1 << 16;
     let t = comm.tensor(4 * most)?;
     let mut ops = 0u32;
     loop {
-        // Sizes of every algorithm; the first element says whether rank 0 has enough.
+        // Sizes of every algorithm.
         let count = [4, 1000, 20_000, most][ops as usize % 4];
-        let last = rank == 0 && enough.load(Ordering::Acquire);
-        let mut values: Vec<u32> = (0..count as u32).map(|i| (i + ops).wrapping_mul(rank as u32 + 1)).collect();
-        values[0] = u32::from(last);
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let mut bytes = reduction::filled(comm.rank(), count as usize, ops, enough.load(Ordering::Acquire));
         t.write(0, &bytes)?;
         comm.all_reduce(Io::in_place(&t), count, DataType::Uint32, ReduceOp::Sum)?;
-        let mut out = vec![0; bytes.len()];
-        t.read(0, &mut out)?;
-        let ranks: u32 = (1..=n as u32).sum();
-        let got: Vec<u32> = out.chunks(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
-        for (i, v) in got.iter().enumerate().skip(1) {
-            ensure!(*v == (i as u32 + ops).wrapping_mul(ranks), "operation {ops}: element {i} is {v}");
-        }
+        t.read(0, &mut bytes)?;
+        let end = reduction::checked(&bytes, comm.nranks(), ops)?;
         ops += 1;
         if ops == 8 {
             say("ready");
         }
-        if got[0] != 0 {
+        if end {
             return Ok(ops);
         }
     }
