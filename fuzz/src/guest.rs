@@ -171,7 +171,7 @@ pub fn state_import(data: &[u8]) {
 
 /// Completes a request at its second test; refuses every fourth post.
 #[derive(Debug, Default)]
-struct Wire {
+pub(super) struct Wire {
     tests: HashMap<u64, u32>,
     posts: u64,
 }
