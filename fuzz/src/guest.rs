@@ -15,6 +15,7 @@ use nccom_core::search::{self, Graph, RUNTIME_NAME};
 use nccom_core::state::{self, State};
 use nccom_core::topo::limits::MAX_CHANNELS;
 use nccom_core::topo::{Facts, Family, System, xml};
+use tests::zoo::Plugin;
 
 /// Facts by a byte: every family there is, with one and two cores in a logical one.
 fn facts(byte: u8) -> Facts {
@@ -171,7 +172,7 @@ pub fn state_import(data: &[u8]) {
 
 /// Completes a request at its second test; refuses every fourth post.
 #[derive(Debug, Default)]
-struct Wire {
+pub(super) struct Wire {
     tests: HashMap<u64, u32>,
     posts: u64,
 }
@@ -222,14 +223,76 @@ pub fn proxy(data: &[u8]) {
     let _ = p.stop(stream);
 }
 
-/// A plugin file. With a first byte of 0 the rest is the file; with 1 it is the text of one; else it changes the plugin of this
-/// project, if that was built: places of three bytes, a value each.
+/// A file with some of its bytes replaced: places of three bytes, a value each.
+fn changed(file: &[u8], changes: &[u8]) -> Vec<u8> {
+    let (mut file, len) = (file.to_vec(), file.len());
+    for change in changes.chunks_exact(4) {
+        let at = u32::from_le_bytes([change[0], change[1], change[2], 0]) as usize;
+        file[at % len] = change[3];
+    }
+    file
+}
+
+/// A plugin against other contracts than these: three bytes choose what becomes of a function or a package; absent if what
+/// comes out is no contract.
+fn against(edits: &[u8]) -> Option<Vec<u8>> {
+    const FUNCTIONS: [(&str, &str); 8] = [
+        ("hw", "listen"),
+        ("hw", "accept"),
+        ("hw", "park"),
+        ("hw", "get-properties"),
+        ("hw", "host"),
+        ("hw", "nics"),
+        ("nrt", "nec-get-device-count"),
+        ("nrt", "nrt-get-libnccl-net"),
+    ];
+    const TYPES: [&str; 8] = [
+        "",
+        "u8",
+        "list<u8>",
+        "string",
+        "result",
+        "option<tuple<s32, string>>",
+        "result<listener, nrt-status>",
+        "list<list<u8>>",
+    ];
+    const VERSIONS: [Option<&str>; 6] =
+        [None, Some("1.0.1"), Some("1.9.0"), Some("2.1.0"), Some("0.1.0"), Some("4294967296.0.0")];
+    let mut p = Plugin::transport().ok()?;
+    for edit in edits.chunks_exact(3).take(4) {
+        let [what, from, to] = [edit[0], edit[1], edit[2]].map(usize::from);
+        let (contract, function) = FUNCTIONS[what / 4 % FUNCTIONS.len()];
+        let (param, answer) = (TYPES[from % TYPES.len()], TYPES[to % TYPES.len()]);
+        match what % 4 {
+            0 => p.wit.redeclare(contract, function, "").ok()?,
+            1 => {
+                let param = if param.is_empty() { String::new() } else { format!("x: {param}") };
+                let answer = if answer.is_empty() { String::new() } else { format!(" -> {answer}") };
+                p.wit.redeclare(contract, function, &format!("{function}: func({param}){answer};")).ok()?;
+            }
+            2 => p.wit.reversion("neuron:hw", Some("1.0.0"), VERSIONS[to % VERSIONS.len()]).ok()?,
+            _ => p.wit.reversion("neuron:nrt", Some("2.0.0"), VERSIONS[to % VERSIONS.len()]).ok()?,
+        }
+    }
+    // Only what is imported is in the file.
+    for import in p.importable().ok()? {
+        let (interface, function) = import.name.trim_start_matches('$').split_once('.')?;
+        p.import(interface, function);
+    }
+    p.build().ok()
+}
+
+/// A plugin file. With a first byte of 0 the rest is the file; with 1 it is the text of one; with 2 it changes bytes of the
+/// plugin of this project, if that was built, which takes long to compile; with 3 it changes the contracts that a plugin is
+/// built against; else it changes bytes of a small plugin.
 pub fn loader(data: &[u8]) {
     static REAL: OnceLock<Vec<u8>> = OnceLock::new();
-    let real = REAL.get_or_init(|| {
+    static SMALL: OnceLock<Vec<u8>> = OnceLock::new();
+    let real = || {
         let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/plugins/nccom.wasm");
         std::fs::read(&built).unwrap_or_else(|e| panic!("{}: {e}; `cargo xtask guests` builds it", built.display()))
-    });
+    };
+    let small = || Plugin::lone_rank().and_then(|p| p.build()).unwrap_or_else(|e| panic!("the zoo makes none: {e:#}"));
     let [form, rest @ ..] = data else { return };
     let file = match form {
         0 => rest.to_vec(),
@@ -237,15 +300,12 @@ pub fn loader(data: &[u8]) {
             Ok(file) => file.into_owned(),
             Err(_) => return,
         },
-        _ => {
-            let mut file = real.clone();
-            for change in rest.chunks_exact(4) {
-                let at = u32::from_le_bytes([change[0], change[1], change[2], 0]) as usize;
-                let len = file.len();
-                file[at % len] = change[3];
-            }
-            file
-        }
+        2 => changed(REAL.get_or_init(real), rest),
+        3 => match against(rest) {
+            Some(file) => file,
+            None => return,
+        },
+        _ => changed(SMALL.get_or_init(small), rest),
     };
     let kind = if rest.len() % 2 == 0 { Kind::Transport } else { Kind::Net };
     match Library::link("fuzz", &file, kind, &[]) {

@@ -13,6 +13,7 @@
 //! | `state-import` | the plan that another instance exported | `nccom_core::state` |
 //! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
 //! | `loader` | a plugin file | `host_runtime::plugin` |
+//! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `host_runtime::hw`, `reverse` and `net` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
 //! | `links` | both ends of a link | `hw_bridge::links` |
 //! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
@@ -21,8 +22,10 @@
 //! | `sizes` | the command line | `wccl` |
 //! | `results` | files of `bench --peer-results` | `wccl bench --plot` |
 
+mod calls;
 mod choice;
 mod guest;
+mod leak;
 mod peer;
 mod service;
 mod user;
@@ -57,7 +60,7 @@ const fn target(name: &'static str, run: fn(&[u8]), changes: usize) -> Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 18] = [
     target("table", choice::table, 3000),
     target("schedule", choice::schedule, 3000),
     target("topology", guest::topology, 500),
@@ -66,6 +69,7 @@ pub const TARGETS: [Target; 17] = [
     target("state-import", guest::state_import, 5000),
     target("proxy", guest::proxy, 5000),
     target("loader", guest::loader, 30),
+    target("guest", calls::guest, 300),
     target("control", peer::control, 300),
     target("operation", peer::operation, 200),
     target("links", peer::links, 300),

@@ -2,12 +2,24 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 /// Cloneable; all clones are one switch. [`AbortToken::abort`] returns at once, in any state, as often as one likes.
 #[derive(Debug, Clone)]
 pub struct AbortToken(Arc<Inner>);
+
+/// The same for who must not keep what the switch reaches: of no effect once nobody else has it.
+#[derive(Debug)]
+pub(crate) struct WeakAbort(Weak<Inner>);
+
+impl WeakAbort {
+    pub(crate) fn abort(&self, reason: &str) {
+        if let Some(inner) = self.0.upgrade() {
+            AbortToken(inner).abort(reason);
+        }
+    }
+}
 
 #[derive(Debug)]
 struct Inner {
@@ -53,6 +65,10 @@ impl AbortToken {
         for endpoint in &*lock(&self.0.endpoints) {
             endpoint.abort(reason);
         }
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakAbort {
+        WeakAbort(Arc::downgrade(&self.0))
     }
 
     /// Whether it happened.

@@ -16,7 +16,7 @@ use hw_bridge::log_rate::LogRate;
 use hw_bridge::segment::Segment;
 use hw_bridge::share::{Market, Share, Terms};
 
-use crate::abort::AbortToken;
+use crate::abort::WeakAbort;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
 use hw_bridge::semaphore::WaitMode;
@@ -218,7 +218,8 @@ pub(crate) struct Tasks {
 /// A background task of a plugin.
 #[derive(Debug)]
 pub(crate) struct Task {
-    pub abort: AbortToken,
+    /// Not the switch itself: a task that has ended is here until the next one starts, its communicator is not.
+    pub abort: WeakAbort,
     pub thread: std::thread::JoinHandle<()>,
 }
 

@@ -22,8 +22,8 @@ use anyhow::{Context, Result, bail, ensure};
 use wit_component::{ComponentEncoder, StringEncoding, embed_component_metadata};
 use wit_parser::abi::{AbiVariant, FlatTypes, WasmSignature, WasmType};
 use wit_parser::{
-    Function, Handle, InterfaceId, LiftLowerAbi, ManglingAndAbi, Resolve, SizeAlign, Type, TypeDefKind, WasmExport,
-    WasmExportKind, WorldId, WorldItem, WorldKey,
+    Function, Handle, InterfaceId, LiftLowerAbi, ManglingAndAbi, Resolve, SizeAlign, Type, TypeDef, TypeDefKind,
+    TypeId, WasmExport, WasmExportKind, WorldId, WorldItem, WorldKey,
 };
 
 /// Where a made module puts an answer that goes through a pointer; 256 bytes, written anew by each call.
@@ -203,6 +203,34 @@ impl std::fmt::Display for Text {
     }
 }
 
+/// An operand of an imported function, or two.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Operand {
+    /// A number of 32 bits.
+    I32,
+    /// A number of 64 bits.
+    I64,
+    /// A list or a text: its address and the number of its elements, which have so many bytes each.
+    List(u32),
+    /// A handle of that resource, 32 bits.
+    Handle(String),
+}
+
+/// A function that bodies may call.
+#[derive(Debug, Clone)]
+pub struct Import {
+    /// As bodies call it: `$sockets.connect`.
+    pub name: String,
+    /// Its parameters by name, each with its operands.
+    pub params: Vec<(String, Vec<Operand>)>,
+    /// Whether the address for its answer follows them.
+    pub replies: bool,
+    /// Whether it leaves a value.
+    pub leaves: bool,
+    /// The resource whose handle it answers: as its value, else at 4 of an answer that begins with a 0.
+    pub makes: Option<String>,
+}
+
 /// A plugin in the making.
 #[derive(Debug, Clone)]
 pub struct Plugin {
@@ -297,6 +325,40 @@ impl Plugin {
         let at = TEXTS + self.texts.len() as u32;
         self.texts.extend_from_slice(text.as_bytes());
         Text(at, text.len())
+    }
+
+    /// What a plugin of this world may import, in the order of the contracts.
+    ///
+    /// # Errors
+    /// When contracts or world are wrong.
+    pub fn importable(&self) -> Result<Vec<Import>> {
+        let (resolve, world) = self.wit.resolve(&self.world)?;
+        let mut sizes = SizeAlign::default();
+        sizes.fill(&resolve)?;
+        let interfaces = resolve.worlds[world].imports.values().filter_map(|item| match item {
+            WorldItem::Interface { id, .. } => Some(*id),
+            _ => None,
+        });
+        let mut all = Vec::new();
+        for id in interfaces {
+            for (name, _, signature) in importable(&resolve, id) {
+                let function = resolve.interfaces[id].functions.values().find(|f| short(&resolve, id, &f.name) == name);
+                let (params, makes) = match function {
+                    Some(f) => (
+                        f.params.iter().map(|p| (p.name.clone(), operands(&resolve, &sizes, &p.ty))).collect(),
+                        f.result.as_ref().and_then(|ty| handle_in(&resolve, ty)),
+                    ),
+                    // The drop of a resource.
+                    None => {
+                        let of = name.trim_end_matches(".drop").rsplit('.').next().unwrap_or_default();
+                        (vec![("self".into(), vec![Operand::Handle(of.into())])], None)
+                    }
+                };
+                let leaves = !signature.results.is_empty();
+                all.push(Import { name, params, replies: signature.retptr, leaves, makes });
+            }
+        }
+        Ok(all)
     }
 
     /// The core module, as text.
@@ -396,14 +458,20 @@ impl Plugin {
     }
 }
 
+/// As bodies call a function of an interface.
+fn short(resolve: &Resolve, id: InterfaceId, name: &str) -> String {
+    let of = resolve.interfaces[id].name.as_deref().unwrap_or_default();
+    format!("${of}.{}", name.split_once(']').map_or(name, |(_, plain)| plain))
+}
+
 /// Functions of an interface, and the drops of its resources: short name, core name, core type.
 fn importable(resolve: &Resolve, id: InterfaceId) -> Vec<(String, String, WasmSignature)> {
     let interface = &resolve.interfaces[id];
     let of = interface.name.as_deref().unwrap_or_default();
     let mut all = Vec::new();
     for (name, func) in &interface.functions {
-        let plain = name.split_once(']').map_or(name.as_str(), |(_, plain)| plain);
-        all.push((format!("${of}.{plain}"), name.clone(), resolve.wasm_signature(AbiVariant::GuestImport, func)));
+        let signature = resolve.wasm_signature(AbiVariant::GuestImport, func);
+        all.push((short(resolve, id, name), name.clone(), signature));
     }
     for (name, ty) in &interface.types {
         if matches!(resolve.types[*ty].kind, TypeDefKind::Resource) {
@@ -413,6 +481,47 @@ fn importable(resolve: &Resolve, id: InterfaceId) -> Vec<(String, String, WasmSi
         }
     }
     all
+}
+
+/// The operands of a parameter.
+fn operands(resolve: &Resolve, sizes: &SizeAlign, ty: &Type) -> Vec<Operand> {
+    if *ty == Type::String {
+        return vec![Operand::List(1)];
+    }
+    if let Type::Id(id) = ty {
+        match &resolve.types[*id].kind {
+            TypeDefKind::List(of) => return vec![Operand::List(sizes.size(of).size_wasm32() as u32)],
+            TypeDefKind::Type(of) => return operands(resolve, sizes, of),
+            TypeDefKind::Option(of) => return [vec![Operand::I32], operands(resolve, sizes, of)].concat(),
+            TypeDefKind::Handle(_) => return handle_in(resolve, ty).map(Operand::Handle).into_iter().collect(),
+            _ => {}
+        }
+    }
+    let mut buffer = [WasmType::I32; 32];
+    let mut flat = FlatTypes::new(&mut buffer);
+    resolve.push_flat(ty, &mut flat);
+    let wide = |t: &WasmType| if *t == WasmType::I64 { Operand::I64 } else { Operand::I32 };
+    flat.to_vec().iter().map(wide).collect()
+}
+
+/// A resource, wherever it is used.
+fn resource(resolve: &Resolve, mut of: TypeId) -> &TypeDef {
+    while let TypeDefKind::Type(Type::Id(used)) = resolve.types[of].kind {
+        of = used;
+    }
+    &resolve.types[of]
+}
+
+/// The resource of a type that is a handle, or whose first part is one.
+fn handle_in(resolve: &Resolve, ty: &Type) -> Option<String> {
+    let Type::Id(id) = ty else { return None };
+    match &resolve.types[*id].kind {
+        TypeDefKind::Handle(Handle::Own(of) | Handle::Borrow(of)) => resource(resolve, *of).name.clone(),
+        TypeDefKind::Type(of) => handle_in(resolve, of),
+        TypeDefKind::Result(r) => handle_in(resolve, r.ok.as_ref()?),
+        TypeDefKind::Tuple(t) => handle_in(resolve, t.types.first()?),
+        _ => None,
+    }
 }
 
 /// A bump allocator that grows memory and never frees: a made module lives for a test.
@@ -453,11 +562,7 @@ fn drop_borrows(resolve: &Resolve, func: &Function) -> Result<String> {
         if let Type::Id(id) = param.ty
             && let TypeDefKind::Handle(Handle::Borrow(of)) = resolve.types[id].kind
         {
-            let mut of = of;
-            while let TypeDefKind::Type(Type::Id(used)) = resolve.types[of].kind {
-                of = used;
-            }
-            let resource = &resolve.types[of];
+            let resource = resource(resolve, of);
             let interface = match resource.owner {
                 wit_parser::TypeOwner::Interface(i) => resolve.interfaces[i].name.as_deref(),
                 _ => None,
@@ -718,6 +823,32 @@ mod tests {
                 assert_eq!(name.split_once('@').map(|n| n.1), new, "{name}");
             }
         }
+    }
+
+    #[test]
+    fn what_may_be_imported_comes_with_its_operands() {
+        use Operand::{Handle, I32, I64, List};
+        let p = Plugin::new(TRANSPORT).unwrap();
+        let all = p.importable().unwrap();
+        let of = |name: &str| all.iter().find(|i| i.name == name).unwrap();
+        let spawn = of("$tasks.spawn");
+        let operands: Vec<_> = spawn.params.iter().flat_map(|p| p.1.clone()).collect();
+        assert_eq!(operands, [List(1), List(1), I32, Handle("listener".into())]);
+        let create = of("$objects.communicator.create");
+        assert!(create.replies && !create.leaves && create.makes.as_deref() == Some("communicator"));
+        let duplicate = of("$objects.connector.duplicate");
+        assert!(!duplicate.replies && duplicate.leaves && duplicate.makes.as_deref() == Some("connector"));
+        assert_eq!(of("$affinity.set").params[0].1, [List(8)]);
+        assert_eq!(of("$proxy.register").params[1].1, [I64]);
+        assert_eq!(of("$objects.region.drop").params[0].1, [Handle("region".into())]);
+        assert_eq!(of("$sockets.accept").makes.as_deref(), Some("connection"));
+        // A module that imports them all by these names is one.
+        let mut all_of_them = Plugin::transport().unwrap();
+        for import in &all {
+            let (interface, function) = import.name[1..].split_once('.').unwrap();
+            all_of_them.import(interface, function);
+        }
+        all_of_them.build().unwrap();
     }
 
     #[test]

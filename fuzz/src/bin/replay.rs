@@ -65,6 +65,12 @@ fn replay(name: &str, last: &Path) -> Result<usize, String> {
     if kept.is_empty() {
         return Err(format!("{} is empty: a target without inputs tests nothing", folder.display()));
     }
+    // Of any thread, also one whose end nobody asks for; the fuzzer does the same.
+    let tell = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        tell(panic);
+        std::process::abort();
+    }));
     let try_one = |input: &[u8]| {
         // Written before it is tried: whatever happens then, it is there.
         std::fs::write(last, input).map_err(|e| format!("{}: {e}", last.display()))?;

@@ -71,7 +71,7 @@ impl HostState {
             let most = self.grant.tasks;
             return Err(self.refuse(Status::RESOURCE, "limits.tasks", "asked for one more background task", most));
         }
-        let (owner, token) = (tenant.clone(), abort.clone());
+        let (owner, weak) = (tenant.clone(), abort.downgrade());
         let body = move || {
             let tenant = owner.clone();
             let ended = |why: &str| {
@@ -80,7 +80,7 @@ impl HostState {
                 }
             };
             // Instantiated here and not by the spawner, whose locks guest code must not run under.
-            let state_of = HostState::new(owner, Some(library.clone()), token, None);
+            let state_of = HostState::new(owner, Some(library.clone()), abort, None);
             let instance = match Instance::new(&library, state_of) {
                 Ok(i) => i,
                 Err(why) => return ended(&format!("its instance could not be made: {why}")),
@@ -99,7 +99,7 @@ impl HostState {
         match std::thread::Builder::new().name("wccl-task".into()).spawn(body) {
             Ok(thread) => {
                 tenant.counters.task();
-                tasks.running.push(Task { abort, thread });
+                tasks.running.push(Task { abort: weak, thread });
                 Ok(())
             }
             Err(e) => {
