@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::wire::{Greeting, Hello, Reply, Request, Said};
+use super::wire::{Greeting, Hello, LINKS_AT_ONCE, Reply, Request, Said};
 use crate::message::{self, MessageError, parse};
 
 /// How long the service may take for all that a client says.
@@ -43,7 +43,7 @@ pub fn session(socket: &Path, mut bytes: &[u8], turns: bool) -> std::io::Result<
     let until = Instant::now() + PATIENCE;
     message::send(&stream, &Hello::mine(), &[], until).map_err(std::io::Error::other)?;
     if turns {
-        let greeting = message::receive::<Greeting>(&stream, until).map_err(std::io::Error::other)?.0;
+        let greeting = message::receive::<Greeting>(&stream, 0, until).map_err(std::io::Error::other)?.0;
         let Greeting::Welcome(welcome) = greeting else { return Err(std::io::Error::other("it is not welcome")) };
         while let Some((mut request, rest)) = request(bytes) {
             if let Request::Join(join) = &mut request
@@ -55,7 +55,7 @@ pub fn session(socket: &Path, mut bytes: &[u8], turns: bool) -> std::io::Result<
             let answered = message::send(&stream, &request, &[], until).and_then(|()| match request {
                 Request::Abort { .. } => Ok(()),
                 _ => loop {
-                    let (said, _fds) = message::receive::<Said>(&stream, until)?;
+                    let (said, _fds) = message::receive::<Said>(&stream, 3 * LINKS_AT_ONCE, until)?;
                     if !matches!(said.reply, Reply::Links(_)) {
                         break Ok(());
                     }
