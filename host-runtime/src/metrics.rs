@@ -144,7 +144,7 @@ pub fn text(all: &[Usage]) -> String {
     family(
         &mut out,
         ("wccl_plugin_restarts_total", "counter", "Instances made in the place of one that had stopped"),
-        stopped(|p| u64::from(p.restarts)),
+        stopped(|p| p.restarts),
     );
     family(
         &mut out,
