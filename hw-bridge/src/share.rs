@@ -262,7 +262,11 @@ impl Share {
             std::thread::sleep(pause);
             now = flight::clock_ns();
         }
-        self.charge(bytes.saturating_add(cost));
+        // Virtual times count by their distance: nobody falls behind who moves nothing. And a line that is not written is one that
+        // this tenant's ranks need not take from one another.
+        if self.crowded.load(Ordering::Relaxed) {
+            self.charge(bytes.saturating_add(cost));
+        }
         Ok(())
     }
 
@@ -304,7 +308,9 @@ impl Share {
         // Virtual times wrap around, so that they compare by their distance.
         let behind_me = |s: &Slot| time.wrapping_sub(s.time.load(Ordering::Relaxed)) as i64;
         let mut ahead = self.others().filter(|s| s.at_work(now)).map(behind_me).max();
-        self.crowded.store(ahead.is_some(), Ordering::Relaxed);
+        if self.crowded.load(Ordering::Relaxed) != ahead.is_some() {
+            self.crowded.store(ahead.is_some(), Ordering::Relaxed);
+        }
         if !mine.at_work(now) {
             let least = ahead.map(|a| a.saturating_add(LEAD as i64));
             let lag = least.or_else(|| self.others().map(behind_me).min()).map_or(0, |a| a.min(0));
@@ -318,7 +324,11 @@ impl Share {
         let waits = ahead.is_some_and(|a| a > allowed) && waited < ns(MAX_YIELD);
         // Each look takes a core from those who are let past, so they are few.
         let pause = if waits { waited.max(ns(TURN_POLL)).min(ns(MAX_YIELD) - waited) } else { 0 };
-        mine.until.store(now.saturating_add(pause + ns(AT_WORK)), Ordering::Relaxed);
+        // While there is nobody to see it, it may be half as old.
+        let left = mine.until.load(Ordering::Relaxed).saturating_sub(now);
+        if ahead.is_some() || !(ns(AT_WORK) / 2..=ns(AT_WORK)).contains(&left) {
+            mine.until.store(now.saturating_add(pause + ns(AT_WORK)), Ordering::Relaxed);
+        }
         waits.then_some(Duration::from_nanos(pause))
     }
 

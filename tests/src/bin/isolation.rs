@@ -119,7 +119,7 @@ struct Args {
     #[arg(long, value_name = "US", default_value_t = 0)]
     gap: u64,
     /// What a hostile tenant's plugins may use of a core, per cent
-    #[arg(long, value_name = "PERCENT", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, value_name = "PERCENT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     control_cpu: u32,
     /// Leave it to the kernel where the victim's ranks run, instead of a core for each
     #[arg(long)]
