@@ -265,7 +265,10 @@ impl HostState {
             // The guest's words may be in it.
             let clean: String =
                 crate::reverse::line(&why).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-            self.causes.push(clean);
+            // What is tried again says the same again.
+            if self.causes.last() != Some(&clean) {
+                self.causes.push(clean);
+            }
         }
     }
 

@@ -367,11 +367,11 @@ impl Links for HostLinks<'_> {
     }
 
     fn send(&mut self, peer: usize, blobs: &[u8]) -> Result<(), Failure> {
-        self.group.send(&HostSockets, peer as i32, blobs, "p2pconnect")
+        self.group.send_linking(&HostSockets, peer as i32, blobs, "p2pconnect")
     }
 
     fn recv(&mut self, peer: usize, bytes: usize) -> Result<Vec<u8>, Failure> {
-        self.group.recv(&HostSockets, peer as i32, bytes, "p2pconnect")
+        self.group.recv_linking(&HostSockets, peer as i32, bytes, "p2pconnect")
     }
 
     fn connect(&mut self, edge: Edge, info: &P2pInfo) -> Result<Connector, Failure> {

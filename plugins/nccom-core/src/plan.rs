@@ -435,6 +435,7 @@ impl Plan {
         let made = match made {
             Ok(m) => m,
             Err(e) => {
+                let e = group.first_cause(&HostSockets, e);
                 group.give_up(&HostSockets, &e);
                 return Err(e);
             }

@@ -8,7 +8,9 @@ use super::root::{hear_out, watch_root};
 use super::wire::{
     ANSWER_BYTES, Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal,
 };
-use super::{Ends, LOOK_MS, REASON_MS, Sockets, dial, expect, reason, recv_any, recv_message, send_message};
+use super::{
+    Ends, LOOK_MS, Look, REASON_MS, Sockets, dial, expect, look, reason, recv_any, recv_message, send_message,
+};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
@@ -41,6 +43,9 @@ pub struct Group<S: Ends> {
     pub(super) lobby: Lobby<S::Conn>,
     pub(super) next: Option<S::Conn>,
     pub(super) prev: Option<S::Conn>,
+    /// The first half of the predecessor's next message, if it came while links are made; the all-gather that ends that
+    /// phase goes on with it.
+    pub(super) heard: Option<Header>,
     pub(super) send: Vec<Option<S::Conn>>,
     /// With the first half of a message whose rest has not come.
     pub(super) recv: Vec<Option<(S::Conn, Option<Header>)>>,
@@ -100,6 +105,7 @@ impl<S: Sockets> Group<S> {
             lobby: hello_lobby(ms),
             next: None,
             prev: None,
+            heard: None,
             send: (0..j.nranks).map(|_| None).collect(),
             recv: (0..j.nranks).map(|_| None).collect(),
         };
@@ -133,7 +139,7 @@ impl<S: Sockets> Group<S> {
             self.next = Some(
                 dialled.map_err(|e| e.during(&format!("rank {rank} connecting to rank {next}, its ring successor")))?,
             );
-            let came = self.accept_from(s, prev, Purpose::Ring, &mut watch);
+            let came = self.accept_from(s, prev, Purpose::Ring, true, &mut watch);
             self.prev = Some(came.map_err(|e| e.during("waiting for the ring predecessor"))?);
         }
         send_message(s, root, Kind::Joined, &[], self.timeout_ms)?;
@@ -160,10 +166,10 @@ impl<S: Sockets> Group<S> {
         s: &S,
         from: usize,
         purpose: Purpose,
+        watching: bool,
         mut watch: impl FnMut() -> Result<(), Failure>,
     ) -> Result<S::Conn, Failure> {
         let until = s.now_ms() + u64::from(self.timeout_ms);
-        let watching = purpose == Purpose::Ring;
         loop {
             let spoken = self.lobby.next(s, &self.listener, until, watching, &mut watch).map_err(|e| {
                 let who = format!("rank {} waiting for rank {from}", self.rank);
@@ -209,7 +215,28 @@ impl<S: Sockets> Group<S> {
             // A neighbour that is gone needs no reason. What it has not read yet may fill the socket, so it gets a look.
             let _ = send_message(s, next, Kind::Refusal, &encode_refusal(&told, None), LOOK_MS);
         }
-        (self.next, self.prev) = (None, None);
+        (self.next, self.prev, self.heard) = (None, None, None);
+    }
+
+    /// What a failure while links are made began with. A rank that failed has closed its connections, and whoever waited
+    /// there sees no more than that; the reason is on its way around the ring.
+    pub fn first_cause(&mut self, s: &S, e: Failure) -> Failure {
+        let Some(prev) = &self.prev else { return e };
+        if e.origin.is_some() || !matches!(e.code, Code::Closed | Code::Timeout) {
+            return e;
+        }
+        if let Some(told) = reason(s, prev, &mut self.heard, REASON_MS.min(self.timeout_ms)) {
+            return told;
+        }
+        match look(s, prev, &mut self.heard, MAX_REFUSAL, 0) {
+            Look::Gone => gone(self.before(), e),
+            _ => e,
+        }
+    }
+
+    /// The ring predecessor.
+    fn before(&self) -> usize {
+        (self.rank + self.nranks - 1) % self.nranks
     }
 
     fn pass_round(&mut self, s: &S, block: &[u8], hint: &str) -> Result<Vec<u8>, Failure> {
@@ -219,7 +246,7 @@ impl<S: Sockets> Group<S> {
         // A connection on which a send failed stays out: it may end in the middle of a message, and whatever followed would be
         // taken for the rest.
         let (Some(next), Some(prev)) = (self.next.take(), self.prev.take()) else { return Ok(all) };
-        let mut header = None;
+        let mut header = self.heard.take();
         // If all sent first, blocks larger than the sockets' buffers could block the whole ring. Smaller ones are sent first by
         // all, so that nobody's own block waits for another one's.
         let receives_first = len > BUFFERED && rank % 2 == 1;
@@ -256,22 +283,17 @@ impl<S: Sockets> Group<S> {
         if e.code != Code::Closed {
             return e.during(&format!("rank {next} takes nothing"));
         }
-        reason(s, prev, header, REASON_MS.min(self.timeout_ms)).unwrap_or_else(|| {
-            e.during(&format!("rank {next} closed its connection: its process has ended, or see its own error"))
-        })
+        reason(s, prev, header, REASON_MS.min(self.timeout_ms)).unwrap_or_else(|| gone(next, e))
     }
 
     /// A failure to receive from the ring predecessor, with what it means. Whoever stands still is at most `hops` places before
     /// the predecessor, and the time of all that wait for it ends together: the one behind it says its name, so the others hear
     /// their predecessor out, the longer the further away it may be.
     fn of_prev(&self, s: &S, prev: &S::Conn, header: &mut Option<Header>, hops: usize, e: Failure) -> Failure {
-        let n = self.nranks;
-        let from = (self.rank + n - 1) % n;
+        let (n, from) = (self.nranks, self.before());
         match e.code {
             _ if e.origin.is_some() => e,
-            Code::Closed => {
-                e.during(&format!("rank {from} closed its connection: its process has ended, or see its own error"))
-            }
+            Code::Closed => gone(from, e),
             Code::Timeout if hops == 0 => e.during(&format!("rank {from} sent nothing")),
             Code::Timeout => reason(s, prev, header, REASON_MS.min(self.timeout_ms).saturating_mul(hops as u32))
                 .unwrap_or_else(|| {
@@ -296,10 +318,45 @@ impl<S: Sockets> Group<S> {
 
     /// Sends a message; the connection is opened at the first one.
     pub fn send(&mut self, s: &S, peer: i32, data: &[u8], hint: &str) -> Result<(), Failure> {
+        self.send_while(s, peer, data, hint, || Ok(()))
+    }
+
+    /// Receives the next message of `peer`; the lengths must match. One that comes too late is the next call's.
+    pub fn recv(&mut self, s: &S, peer: i32, bytes: usize, hint: &str) -> Result<Vec<u8>, Failure> {
+        self.recv_while(s, peer, bytes, hint, false, || Ok(()))
+    }
+
+    /// [`Group::send`] for the making of links, which all ranks do at once: it also ends when a rank before this one on the
+    /// ring has failed. Such a phase ends with an all-gather, or with [`Group::give_up`].
+    pub fn send_linking(&mut self, s: &S, peer: i32, data: &[u8], hint: &str) -> Result<(), Failure> {
+        self.listening(s, |g, watch| g.send_while(s, peer, data, hint, watch))
+    }
+
+    /// [`Group::recv`] for the making of links, as [`Group::send_linking`].
+    pub fn recv_linking(&mut self, s: &S, peer: i32, bytes: usize, hint: &str) -> Result<Vec<u8>, Failure> {
+        self.listening(s, |g, watch| g.recv_while(s, peer, bytes, hint, true, watch))
+    }
+
+    /// Runs `f` with a look at the ring predecessor for it to take while it waits.
+    fn listening<R>(&mut self, s: &S, f: impl FnOnce(&mut Self, &mut dyn FnMut() -> Result<(), Failure>) -> R) -> R {
+        let (prev, mut heard, from) = (self.prev.take(), self.heard.take(), self.before());
+        let r = f(self, &mut || prev.as_ref().map_or(Ok(()), |prev| watch_prev(s, prev, &mut heard, from)));
+        (self.prev, self.heard) = (prev, heard);
+        r
+    }
+
+    fn send_while(
+        &mut self,
+        s: &S,
+        peer: i32,
+        data: &[u8],
+        hint: &str,
+        watch: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<(), Failure> {
         let p = self.peer(peer)?;
         let what = |e: Failure| e.during(&format!("bootstrap send {hint} to rank {p}"));
         if self.send[p].is_none() {
-            self.send[p] = Some(self.dial(s, &self.addresses[p], Purpose::Peer, || Ok(())).map_err(what)?);
+            self.send[p] = Some(self.dial(s, &self.addresses[p], Purpose::Peer, watch).map_err(what)?);
         }
         // A connection that failed in the middle of a message is of no use any more.
         match self.send[p].take() {
@@ -312,17 +369,37 @@ impl<S: Sockets> Group<S> {
         }
     }
 
-    /// Receives the next message of `peer`; the lengths must match. One that comes too late is the next call's.
-    pub fn recv(&mut self, s: &S, peer: i32, bytes: usize, hint: &str) -> Result<Vec<u8>, Failure> {
+    fn recv_while(
+        &mut self,
+        s: &S,
+        peer: i32,
+        bytes: usize,
+        hint: &str,
+        watching: bool,
+        mut watch: impl FnMut() -> Result<(), Failure>,
+    ) -> Result<Vec<u8>, Failure> {
         let p = self.peer(peer)?;
         let what = |e: Failure| e.during(&format!("bootstrap receive {hint} from rank {p}"));
         if self.recv[p].is_none() {
-            let conn = self.accept_from(s, p, Purpose::Peer, || Ok(())).map_err(what)?;
+            let conn = self.accept_from(s, p, Purpose::Peer, watching, &mut watch).map_err(what)?;
             self.recv[p] = Some((conn, None));
         }
         match self.recv[p].take() {
             Some((conn, mut header)) => {
-                let got = recv_message(s, &conn, &mut header, Kind::Data, bytes, self.timeout_ms);
+                let until = s.now_ms() + u64::from(self.timeout_ms);
+                let got = loop {
+                    if let Err(e) = watch() {
+                        break Err(e);
+                    }
+                    let left = until.saturating_sub(s.now_ms()) as u32;
+                    // The last wait is longer than a look, so that the host says what it waited for.
+                    let last = !watching || left <= 2 * LOOK_MS;
+                    let ms = if last { left.max(1) } else { LOOK_MS };
+                    match recv_message(s, &conn, &mut header, Kind::Data, bytes, ms) {
+                        Err(e) if e.code == Code::Timeout && !last => {}
+                        answer => break answer,
+                    }
+                };
                 // Nothing is lost by a time-out; any other failure is the connection's end.
                 if got.as_ref().map_or_else(|e| e.code == Code::Timeout, |_| true) {
                     self.recv[p] = Some((conn, header));
@@ -331,6 +408,28 @@ impl<S: Sockets> Group<S> {
             }
             None => Err(Failure::new(Code::Failure, "the connection that was just accepted is gone")),
         }
+    }
+}
+
+/// A failure that rank `rank`, which should be there, is gone.
+fn gone(rank: usize, e: Failure) -> Failure {
+    e.during(&format!("rank {rank} closed its connection: its process has ended, or see its own error"))
+}
+
+/// One look at the ring predecessor, rank `from`, while links are made: a failure if it has failed, or has handed on that
+/// another one did. `heard` keeps what belongs to its next all-gather.
+fn watch_prev<S: Sockets>(s: &S, prev: &S::Conn, heard: &mut Option<Header>, from: usize) -> Result<(), Failure> {
+    if heard.is_none() {
+        match s.recv(prev, Header::BYTES, 0) {
+            Ok(b) => *heard = Some(Header::decode(&b)?),
+            Err(e) if e.code == Code::Timeout => return Ok(()),
+            Err(e) => return Err(gone(from, e)),
+        }
+    }
+    match heard {
+        // It has its links.
+        Some(h) if h.kind == Kind::Ring => Ok(()),
+        _ => Err(reason(s, prev, heard, REASON_MS).unwrap_or_else(|| gone(from, Failure::new(Code::Closed, "")))),
     }
 }
 
@@ -622,6 +721,68 @@ mod tests {
         root.join().unwrap().unwrap();
     }
 
+    /// Links are made, each rank waits for another one, and only one of them for the rank that goes: all name that one.
+    #[test]
+    fn a_rank_that_goes_while_links_are_made_is_named_by_all() {
+        let n = 4;
+        let gone = 1;
+        for waits_for in [[1usize, 1, 3, 0], [3, 3, 0, 2], [2, 2, 3, 2]] {
+            let (at, root) = started_root(n as u32, 20_000);
+            let begun = Instant::now();
+            let ranks = (0..n).map(|r| {
+                std::thread::spawn(move || {
+                    let mut g = join(at, r, n, 20_000).unwrap();
+                    if r == gone {
+                        std::thread::sleep(Duration::from_millis(100));
+                        return None;
+                    }
+                    let e = g.recv_linking(&StdSockets, waits_for[r] as i32, 5, "test").unwrap_err();
+                    let e = g.first_cause(&StdSockets, e);
+                    g.give_up(&StdSockets, &e);
+                    Some(e)
+                })
+            });
+            let ranks: Vec<_> = ranks.collect();
+            for (r, e) in ranks.into_iter().map(|t| t.join().unwrap()).enumerate() {
+                let Some(e) = e else { continue };
+                assert_eq!(e.code, Code::Closed, "rank {r}: {e}");
+                assert!(e.text.contains("rank 1 closed its connection"), "rank {r}: {e}");
+            }
+            assert!(begun.elapsed() < Duration::from_secs(10));
+            root.join().unwrap().unwrap();
+        }
+    }
+
+    /// A predecessor that is through says so before the others are: its word is kept for the all-gather.
+    #[test]
+    fn a_rank_that_has_its_links_first_costs_the_others_nothing() {
+        let n = 3;
+        let (at, root) = started_root(n as u32, 20_000);
+        let ranks = (0..n).map(|r| {
+            std::thread::spawn(move || {
+                let mut g = join(at, r, n, 20_000).unwrap();
+                match r {
+                    0 => {}
+                    // Rank 0's word comes in this wait.
+                    1 => {
+                        assert_eq!(g.recv_linking(&StdSockets, 2, 5, "test").unwrap(), [7; 5]);
+                        assert!(g.heard.is_some());
+                    }
+                    _ => {
+                        std::thread::sleep(Duration::from_millis(300));
+                        g.send_linking(&StdSockets, 1, &[7; 5], "test").unwrap();
+                    }
+                }
+                g.all_gather(&StdSockets, &[r as u8], "done").unwrap()
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        for t in ranks {
+            assert_eq!(t.join().unwrap(), [0, 1, 2]);
+        }
+        root.join().unwrap().unwrap();
+    }
+
     /// All wait for the one that does not come, most of them through others; all say its name.
     #[test]
     fn the_rank_that_stands_still_in_an_all_gather_is_named_by_all() {
@@ -672,6 +833,7 @@ mod tests {
             lobby: g.lobby,
             next: g.next,
             prev: g.prev,
+            heard: g.heard,
             send: g.send,
             recv: g.recv,
         };

@@ -40,6 +40,7 @@ impl<S: Ends> Group<S> {
             listener: listener(self.listener)?,
             next: self.next.map(&mut conn).transpose()?,
             prev: self.prev.map(&mut conn).transpose()?,
+            heard: self.heard,
             send: self.send.into_iter().map(|c| c.map(&mut conn).transpose()).collect::<Result<_, _>>()?,
             recv: self
                 .recv
@@ -109,6 +110,8 @@ impl Group<Slots> {
             lobby,
             next,
             prev,
+            // Between two calls there is none.
+            heard: None,
             send,
             recv,
         })
@@ -133,6 +136,7 @@ impl Group<Slots> {
             lobby,
             next: Some(1),
             prev: None,
+            heard: None,
             send: (0..h.nranks).map(|p| (p % 2 == 0).then_some(10 + p as u32)).collect(),
             recv: (0..h.nranks).map(|p| (p % 3 == 1).then_some((20 + p as u32, half))).collect(),
         }
