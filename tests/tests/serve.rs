@@ -17,6 +17,7 @@ use host_runtime::serve::{ServeConfig, Server, identify};
 use host_runtime::swap::{Order, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
+use tests::events::{self, Events};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -334,44 +335,15 @@ fn another_user_and_another_tenants_socket_are_refused() {
     assert!(e.contains("the kernel does not say who it is"), "{e}");
 }
 
-/// Counts log lines that name tenant `flooded`.
-struct Lines;
-
-static LINES: AtomicUsize = AtomicUsize::new(0);
-
-impl tracing::field::Visit for Lines {
-    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-        let named = field.name() == "message" && format!("{value:?}").contains("one of tenant flooded");
-        LINES.fetch_add(usize::from(named), Ordering::Relaxed);
-    }
-}
-
-impl tracing::Subscriber for Lines {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() <= tracing::Level::WARN
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        event.record(&mut Lines);
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
 /// Strangers who come again and again get their answer, and fill neither the log nor the tenant's connections.
 #[test]
 fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
-    tracing::subscriber::set_global_default(Lines).unwrap();
+    static LINES: AtomicUsize = AtomicUsize::new(0);
+    let count = |e: &tracing::Event<'_>| {
+        let named = events::message(e).contains("one of tenant flooded");
+        LINES.fetch_add(usize::from(named), Ordering::Relaxed);
+    };
+    tracing::subscriber::set_global_default(Events(tracing::Level::WARN, count)).unwrap();
     let me = rustix::process::geteuid().as_raw();
     let place = Place::new("crowd", &[("flooded", &[0], "[service]\nclients = 1\n")]);
     static STRANGE: AtomicBool = AtomicBool::new(true);

@@ -41,6 +41,7 @@ use host_runtime::abort::AbortToken;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
+use tests::events::{self, Events};
 
 mod sys {
     //! The few calls of the C library that std does not offer.
@@ -99,43 +100,10 @@ fn say(line: &str) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
-/// Prints warnings and errors as they come.
-struct Warnings;
-
-impl tracing::Subscriber for Warnings {
-    fn enabled(&self, of: &tracing::Metadata<'_>) -> bool {
-        *of.level() <= tracing::Level::WARN
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        struct Text(String);
-        impl tracing::field::Visit for Text {
-            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
-                use std::fmt::Write as _;
-                // Writing to a string cannot fail.
-                let _ = write!(self.0, " {}={value:?}", field.name());
-            }
-        }
-        let mut text = Text(String::new());
-        event.record(&mut text);
-        say(&format!("log {}{}", event.metadata().level(), text.0));
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
-}
-
 fn main() -> ExitCode {
-    if optional("FAULT_LOG").is_some() && tracing::subscriber::set_global_default(Warnings).is_err() {
+    let print = |e: &tracing::Event<'_>| say(&format!("log {}{}", e.metadata().level(), events::fields(e)));
+    let printer = Events(tracing::Level::WARN, print);
+    if optional("FAULT_LOG").is_some() && tracing::subscriber::set_global_default(printer).is_err() {
         say("the log is not printed: another subscriber is set");
     }
     match run() {

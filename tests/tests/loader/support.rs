@@ -6,8 +6,8 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use host_runtime::nrt::{Runtime, RuntimeConfig};
+use tests::events::{self, Events};
 pub use tests::sentence::fits;
-use tracing::field::{Field, Visit};
 
 /// A folder of its own, gone when dropped.
 pub struct Folder(PathBuf);
@@ -81,45 +81,14 @@ thread_local! {
     static RUNNING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Collects log lines per thread: a test sees its own.
-struct Collector;
-
-struct Message(String);
-
-impl Visit for Message {
-    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
-        if field.name() == "message" {
-            self.0 = format!("{value:?}");
-        }
+/// Keeps log lines per thread: a test sees its own.
+fn collect(event: &tracing::Event<'_>) {
+    let line = events::message(event);
+    let inside = line.contains(INSIDE_MARK);
+    LINES.with_borrow_mut(|all| all.push(line));
+    if inside && let Some(mut f) = INSIDE.take() {
+        f();
     }
-}
-
-impl tracing::Subscriber for Collector {
-    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
-        *metadata.level() <= tracing::Level::INFO
-    }
-
-    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
-        tracing::span::Id::from_u64(1)
-    }
-
-    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
-
-    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
-
-    fn event(&self, event: &tracing::Event<'_>) {
-        let mut message = Message(String::new());
-        event.record(&mut message);
-        let inside = message.0.contains(INSIDE_MARK);
-        LINES.with_borrow_mut(|all| all.push(message.0));
-        if inside && let Some(mut f) = INSIDE.take() {
-            f();
-        }
-    }
-
-    fn enter(&self, _: &tracing::span::Id) {}
-
-    fn exit(&self, _: &tracing::span::Id) {}
 }
 
 /// A plugin that logs this gets the function given to [`on_mark`] run inside its callback.
@@ -143,6 +112,6 @@ fn start() {
         // SAFETY: the environment of this process is read and written through the standard library only, which locks it;
         // no plugin has been opened yet, so that no resolver of the C library reads it beside us.
         unsafe { std::env::set_var("WCCL_CACHE_DIR", cache) };
-        tracing::subscriber::set_global_default(Collector).unwrap();
+        tracing::subscriber::set_global_default(Events(tracing::Level::INFO, collect)).unwrap();
     });
 }
