@@ -5,12 +5,14 @@ use std::net::SocketAddr;
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use host_runtime::metrics::{MetricsServer, Usage};
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
+use hw_bridge::share::Market;
 use hw_bridge::signals::Ending;
 
 const EXAMPLES: &str = "\
@@ -42,6 +44,10 @@ pub struct Args {
     /// The same at a unix socket, which is made
     #[arg(long, value_name = "PATH")]
     metrics_socket: Option<PathBuf>,
+    /// The programs of all tenants take turns at moving data, by the weights of their policies: for programs that do not
+    /// lie to one another (docs/sharing.md)
+    #[arg(long)]
+    take_turns: bool,
     /// Seconds that the end waits for tenants that have communicators
     #[arg(long, value_name = "S", default_value_t = 600)]
     drain: u64,
@@ -63,6 +69,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         policies: args.policies.clone(),
         sockets: args.sockets.clone(),
         base: RuntimeConfig { service: None, ..RuntimeConfig::from_env()? },
+        market: args.take_turns.then(Market::create).transpose()?.map(Arc::new),
         identify,
     };
     let server = Server::start(&config)?;

@@ -33,7 +33,7 @@ fn start() -> Result<Service> {
     std::fs::write(dir.join("policies/a.toml"), policy)?;
     let sockets = dir.join("sockets");
     let base = RuntimeConfig { control: false, ..RuntimeConfig::default() };
-    let config = ServeConfig { policies: dir.join("policies"), sockets: sockets.clone(), base, identify };
+    let config = ServeConfig { policies: dir.join("policies"), sockets: sockets.clone(), base, market: None, identify };
     Ok(Service { server: Server::start(&config)?, socket: sockets.join("a.sock") })
 }
 

@@ -63,6 +63,9 @@ pub enum ShareError {
     /// It is full.
     #[error("{MARKET_TENANTS} tenants share this machine's bandwidth, and there is no room for another; close one")]
     Full,
+    /// There is no such line.
+    #[error("line {0} was handed out, a market has {MARKET_TENANTS}")]
+    NoLine(u32),
     /// Its memory.
     #[error(transparent)]
     Memory(#[from] SegmentError),
@@ -72,6 +75,8 @@ pub enum ShareError {
 #[derive(Debug)]
 pub struct Market {
     segment: Segment,
+    /// The line of whoever this process works for, if somebody else holds it.
+    line: Option<usize>,
 }
 
 #[repr(C)]
@@ -105,7 +110,7 @@ impl Market {
     pub fn create() -> Result<Market, SegmentError> {
         let segment = Segment::create("wccl-market", MARKET_BYTES)?;
         segment.commit(0, MARKET_BYTES)?;
-        Ok(Market { segment })
+        Ok(Market { segment, line: None })
     }
 
     /// One that other processes have made, or use as well.
@@ -113,7 +118,17 @@ impl Market {
     /// # Errors
     /// [`SegmentError`] if it is none.
     pub fn from_peer(fd: OwnedFd) -> Result<Market, SegmentError> {
-        Ok(Market { segment: Segment::from_peer(fd, MARKET_BYTES)? })
+        Ok(Market { segment: Segment::from_peer(fd, MARKET_BYTES)?, line: None })
+    }
+
+    /// One in which another process holds the tenant's line ([`Share::line`]) as long as this one uses it, and gives it up
+    /// however this one ends.
+    ///
+    /// # Errors
+    /// [`ShareError`] if it is none, or has no such line.
+    pub fn held_by_peer(fd: OwnedFd, line: u32) -> Result<Market, ShareError> {
+        let at = usize::try_from(line).ok().filter(|at| *at < MARKET_TENANTS).ok_or(ShareError::NoLine(line))?;
+        Ok(Market { line: Some(at), ..Market::from_peer(fd)? })
     }
 
     /// Where the tenants of this process meet.
@@ -131,6 +146,11 @@ impl Market {
         self.segment.fd()
     }
 
+    /// Tenants that are here.
+    pub fn tenants(&self) -> u32 {
+        self.page().tenants.0.load(Ordering::Relaxed)
+    }
+
     #[inline]
     fn page(&self) -> &Page {
         // SAFETY: the segment is MARKET_BYTES long (made or checked so), as Page is, and page-aligned; Page consists of
@@ -140,6 +160,9 @@ impl Market {
 
     /// The place of tenant `id`, for one more share of it.
     fn enter(&self, id: u64) -> Option<usize> {
+        if self.line.is_some() {
+            return self.line;
+        }
         let page = self.page();
         let who = id << 16;
         // All look in the same order, so that two who enter at once for one tenant meet in the first free place.
@@ -161,6 +184,9 @@ impl Market {
     }
 
     fn leave(&self, at: usize) {
+        if self.line.is_some() {
+            return;
+        }
         let page = self.page();
         let fewer = |now: u64| match now & 0xFFFF {
             // Somebody has written here who should not.
@@ -202,6 +228,11 @@ impl Share {
         Ok(Share { market, at, terms, stretch, crowded: AtomicBool::new(false), lanes: AtomicU32::new(0) })
     }
 
+    /// The number of its tenant's line in the market.
+    pub fn line(&self) -> u32 {
+        self.at as u32
+    }
+
     /// What it was given.
     pub fn terms(&self) -> &Terms {
         &self.terms
@@ -226,7 +257,7 @@ impl Share {
     /// Whether there is nobody to share with, and no cap.
     #[inline]
     fn free(&self) -> bool {
-        self.terms.bandwidth.is_none() && self.market.page().tenants.0.load(Ordering::Relaxed) <= 1
+        self.terms.bandwidth.is_none() && self.market.tenants() <= 1
     }
 
     /// Whether others were at work when this tenant last began an operation.
@@ -590,6 +621,26 @@ mod tests {
         assert_eq!(market.page().slots[1].0.time.load(Ordering::Relaxed), (1600 << FRACTION) / 100);
         let small = Segment::create("test", 8192).unwrap();
         assert!(Market::from_peer(small.fd().unwrap().try_clone_to_owned().unwrap()).is_err());
+    }
+
+    /// Whose line somebody else holds, takes turns there, and leaves nothing behind nor takes anything along.
+    #[test]
+    fn a_line_that_somebody_else_holds_stays_his() {
+        let (market, mut shares) = tenants(&[weighing(100), weighing(200)]);
+        let fd = || market.fd().unwrap().try_clone_to_owned().unwrap();
+        let held = Market::held_by_peer(fd(), shares[1].line()).unwrap();
+        let guest = Share::new(Arc::new(held), 2, weighing(200)).unwrap();
+        guest.charge(1600);
+        assert_eq!(market.page().slots[1].0.time.load(Ordering::Relaxed), (1600 << FRACTION) / 200);
+        drop(guest);
+        assert_eq!(market.tenants(), 2);
+        // One that is killed does not get so far.
+        let killed = Share::new(Arc::new(Market::held_by_peer(fd(), 1).unwrap()), 2, weighing(200));
+        std::mem::forget(killed);
+        drop(shares.pop());
+        assert_eq!(market.tenants(), 1);
+        let lines = MARKET_TENANTS as u32;
+        assert!(matches!(Market::held_by_peer(fd(), lines), Err(ShareError::NoLine(n)) if n == lines));
     }
 
     #[test]

@@ -29,7 +29,7 @@ fn serve(cage: &Cage, more: &str) -> Result<Server> {
         std::fs::write(policies.join(format!("{tenant}.toml")), text)?;
     }
     let base = RuntimeConfig { plugin: None, ..config(None) };
-    Ok(Server::start(&ServeConfig { policies, sockets: cage.path("sockets"), base, identify })?)
+    Ok(Server::start(&ServeConfig { policies, sockets: cage.path("sockets"), base, market: None, identify })?)
 }
 
 fn socket(cage: &Cage, tenant: &str) -> PathBuf {

@@ -5,18 +5,20 @@ mod common;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::ranks::{Rank, start};
 use common::{config, free_port, world};
 use host_runtime::abort::AbortToken;
-use host_runtime::metrics::Usage;
+use host_runtime::metrics::{FAMILIES, Usage};
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
 use host_runtime::swap::{Order, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
+use hw_bridge::share::Market;
 use tests::events::{self, Events};
 
 /// Bound against hangs.
@@ -52,7 +54,8 @@ impl Place {
     }
 
     fn config(&self) -> ServeConfig {
-        ServeConfig { policies: self.0.join("policies"), sockets: self.0.join("sockets"), base: config(), identify }
+        let (policies, sockets) = (self.0.join("policies"), self.0.join("sockets"));
+        ServeConfig { policies, sockets, base: config(), market: None, identify }
     }
 
     fn serve(&self) -> Server {
@@ -131,6 +134,46 @@ fn processes_of_two_tenants_move_data_as_without_a_service() {
     assert_eq!(server.working(), [("blue".to_string(), 2), ("red".to_string(), 2)]);
     drop(served);
     idle(&server);
+}
+
+/// Programs of two tenants that always have something to move take turns by their weights; a tenant is gone from their market
+/// when its last program is, however that ends.
+#[test]
+fn programs_of_tenants_take_turns_where_the_service_has_them_meet() {
+    let place =
+        Place::new("turns", &[("heavy", &[0, 1], "[share]\nweight = 1000"), ("light", &[2, 3], "[share]\nweight = 1")]);
+    let market = Arc::new(Market::create().unwrap());
+    let server = Server::start(&ServeConfig { market: Some(market.clone()), ..place.config() }).unwrap();
+    assert_eq!(market.tenants(), 0, "nobody moves anything in the service");
+    let [heavy, light] = ["heavy", "light"].map(|tenant| place.ranks(tenant, "loop", 2, &[]));
+    for r in heavy.iter().chain(&light) {
+        assert_eq!(r.line(), "ready");
+    }
+    assert_eq!(market.tenants(), 2);
+    let bytes = FAMILIES.iter().position(|f| f.0 == "wccl_moved_bytes_total").unwrap();
+    let moved = || {
+        let all: Vec<u64> = server.tenants().map(|t| Usage::of(t.2).values[bytes]).collect();
+        [all[0], all[1]]
+    };
+    let (before, begun) = (moved(), Instant::now());
+    // Until they have had many turns. Each had half of them if they did not know of one another.
+    let [h, l] = loop {
+        let now = moved();
+        let [h, l] = [now[0] - before[0], now[1] - before[1]];
+        if h + l > 2 << 30 {
+            break [h, l];
+        }
+        assert!(begun.elapsed() < HANG, "{h} and {l} bytes in {HANG:?}");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    println!("heavy {h}, light {l}: {:.2}", h as f64 / l as f64);
+    assert!(h > l + l / 2, "{h} and {l} bytes, by weights of 1000 and 1");
+    drop(light);
+    let begun = Instant::now();
+    while market.tenants() > 1 {
+        assert!(begun.elapsed() < HANG, "{} tenants", market.tenants());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Whatever step a client is in when it is killed, the service frees what it had, and serves the next ones on the same cores.

@@ -266,6 +266,7 @@ impl Runtime {
         if let Some(s) = &service {
             (config.tenant, config.tenant_id) = s.tenant();
             config.share = s.share();
+            config.market = s.market().or(config.market);
         }
         match &config.policy {
             Some(p) => {

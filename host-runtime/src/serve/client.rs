@@ -17,6 +17,7 @@ use hw_bridge::peers::{Control as ControlSegment, Peer};
 use hw_bridge::segment::Segment;
 use hw_bridge::semaphore::{WaitPolicy, asymmetric};
 use hw_bridge::sequencer::Endpoint;
+use hw_bridge::share::Market;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
@@ -37,6 +38,7 @@ use crate::tenant::lock;
 #[derive(Debug)]
 pub(crate) struct Service {
     welcome: Welcome,
+    market: Option<Arc<Market>>,
     socket: PathBuf,
     line: Mutex<Line>,
     calls: Arc<AtomicU64>,
@@ -83,16 +85,18 @@ fn reach(socket: &Path) -> Result<UnixStream, Error> {
 }
 
 impl Line {
-    fn open(socket: &Path, calls: Arc<AtomicU64>) -> Result<(Line, Welcome), Error> {
+    /// Answers what the service said, and the market's descriptor if it handed one.
+    fn open(socket: &Path, calls: Arc<AtomicU64>) -> Result<(Line, Welcome, Option<OwnedFd>), Error> {
         let stream = reach(socket)?;
         let until = Instant::now() + SERVICE_MESSAGE;
         let said = message::send(&stream, &Hello::mine(), &[], until);
         // One that refuses may do so before it reads.
-        let greeting = message::receive::<Greeting>(&stream, 0, until).map_err(|e| said.err().unwrap_or(e));
-        match greeting.map_err(|e| lost(socket, e))?.0 {
+        let greeting = message::receive::<Greeting>(&stream, 1, until).map_err(|e| said.err().unwrap_or(e));
+        let (greeting, mut fds) = greeting.map_err(|e| lost(socket, e))?;
+        match greeting {
             Greeting::Welcome(welcome) => {
                 let longest = Duration::from_millis(welcome.longest_ms);
-                Ok((Line { stream, socket: socket.into(), calls, longest, lost: None }, welcome))
+                Ok((Line { stream, socket: socket.into(), calls, longest, lost: None }, welcome, fds.pop()))
             }
             Greeting::Refused { why } => {
                 let what = format!("the service at {} refuses this process: {why}", socket.display());
@@ -187,8 +191,18 @@ impl Service {
     /// Says hello to the service at `socket`.
     pub(crate) fn open(socket: &Path) -> Result<Service, Error> {
         let calls = Arc::<AtomicU64>::default();
-        let (line, welcome) = Line::open(socket, calls.clone())?;
-        Ok(Service { welcome, socket: socket.into(), line: Mutex::new(line), calls })
+        let (line, welcome, fd) = Line::open(socket, calls.clone())?;
+        let market = match (welcome.line, fd) {
+            (None, _) => None,
+            (Some(at), Some(fd)) => Some(Arc::new(Market::held_by_peer(fd, at).map_err(|e| lost(socket, e))?)),
+            (Some(_), None) => return Err(unexpected(socket, "a greeting")),
+        };
+        Ok(Service { welcome, market, socket: socket.into(), line: Mutex::new(line), calls })
+    }
+
+    /// Where this process's tenant meets the others, if the service has them meet.
+    pub(crate) fn market(&self) -> Option<Arc<Market>> {
+        self.market.clone()
     }
 
     /// Name and number of the tenant that this process belongs to.
@@ -221,7 +235,7 @@ impl Service {
 
     /// Has the service join for this process, and takes over the memory it grants.
     pub(crate) fn join(&self, runtime: &Runtime, j: &Joining, abort: &AbortToken) -> Result<Joined, Error> {
-        let (mut line, _) = Line::open(&self.socket, self.calls.clone())?;
+        let (mut line, ..) = Line::open(&self.socket, self.calls.clone())?;
         let mark = Mark::new()
             .map_err(|source| Error::System { what: "reading random bytes for a communicator".into(), source })?;
         let at = match &j.rendezvous {

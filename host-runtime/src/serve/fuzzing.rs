@@ -43,7 +43,7 @@ pub fn session(socket: &Path, mut bytes: &[u8], turns: bool) -> std::io::Result<
     let until = Instant::now() + PATIENCE;
     message::send(&stream, &Hello::mine(), &[], until).map_err(std::io::Error::other)?;
     if turns {
-        let greeting = message::receive::<Greeting>(&stream, 0, until).map_err(std::io::Error::other)?.0;
+        let greeting = message::receive::<Greeting>(&stream, 1, until).map_err(std::io::Error::other)?.0;
         let Greeting::Welcome(welcome) = greeting else { return Err(std::io::Error::other("it is not welcome")) };
         while let Some((mut request, rest)) = request(bytes) {
             if let Request::Join(join) = &mut request

@@ -37,6 +37,7 @@ use hw_bridge::credentials::{self, Credentials, PeerPid};
 use hw_bridge::hbm::Hbm;
 use hw_bridge::limits::REFUSALS_LOGGED;
 use hw_bridge::log_rate::LogRate;
+use hw_bridge::share::{Market, Share};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
@@ -59,6 +60,9 @@ pub struct ServeConfig {
     pub sockets: PathBuf,
     /// What is not in a policy: the modelled device, variables granted to plugins.
     pub base: RuntimeConfig,
+    /// Where the programs of all tenants take turns; none if each is to keep to its own caps and know of no neighbour. All of
+    /// them can write it: docs/sharing.md says what one can do that lies.
+    pub market: Option<Arc<Market>>,
     /// Who is behind a connection; another than [`identify`] in tests.
     pub identify: fn(&UnixStream) -> std::io::Result<Credentials>,
 }
@@ -90,6 +94,7 @@ struct Hosted {
     socket: PathBuf,
     cores: Arc<Cores>,
     runtimes: Mutex<HashMap<u128, Weak<Lessee>>>,
+    market: Option<Arc<Market>>,
     connections: Quota,
     refusals: LogRate,
     ending: Arc<AtomicBool>,
@@ -108,6 +113,8 @@ struct Lessee {
     pid: PeerPid,
     pidfd: Arc<OwnedFd>,
     memory: Mutex<HashMap<i32, Arc<Hbm>>>,
+    /// Holds its tenant's line in the market; a program that is killed cannot give one up.
+    share: Option<Share>,
 }
 
 impl Cores {
@@ -348,6 +355,7 @@ impl Server {
                 policy,
                 cores: cores.clone(),
                 runtimes: Mutex::default(),
+                market: config.market.clone(),
                 connections: Quota::default(),
                 refusals: LogRate::default(),
                 ending: server.ending.clone(),

@@ -13,6 +13,7 @@ use std::time::Instant;
 use hw_bridge::credentials::{self, Credentials};
 use hw_bridge::peers::Owner;
 use hw_bridge::segment::Segment;
+use hw_bridge::share::{Market, Share, Terms};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome};
@@ -63,7 +64,9 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
         let pidfd = process_of(stream, who).map_err(|e| format!("its process cannot be watched: {e}"))?;
         let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
         let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
-        let lessee = Arc::new(Lessee { tenant, pid: who.pid, pidfd, memory: Mutex::default() });
+        let enter = |m: &Arc<Market>| Share::new(m.clone(), hosted.runtime.tenant().id, Terms::default());
+        let share = hosted.market.as_ref().map(enter).transpose().map_err(|e| e.to_string())?;
+        let lessee = Arc::new(Lessee { tenant, pid: who.pid, pidfd, memory: Mutex::default(), share });
         let mut runtimes = lock(&hosted.runtimes);
         runtimes.retain(|_, l| l.strong_count() > 0);
         runtimes.insert(session, Arc::downgrade(&lessee));
@@ -71,7 +74,7 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
     })();
     let greeting = match &checked {
         Err(why) => Greeting::Refused { why: why.clone() },
-        Ok((_, session)) => {
+        Ok((lessee, session)) => {
             let tenant = hosted.runtime.tenant();
             let longest = tenant.limits.wall + tenant.limits.entry + SERVICE_MESSAGE;
             Greeting::Welcome(Welcome {
@@ -84,10 +87,15 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
                     let share = &hosted.policy.share;
                     (share.weight, share.bandwidth.map(|r| r.0), share.proxy_slots)
                 },
+                line: lessee.share.as_ref().map(Share::line),
             })
         }
     };
-    let said = message::send(stream, &greeting, &[], until);
+    let market: Vec<_> = match &greeting {
+        Greeting::Welcome(_) => hosted.market.iter().filter_map(|m| m.fd()).collect(),
+        Greeting::Refused { .. } => Vec::new(),
+    };
+    let said = message::send(stream, &greeting, &market, until);
     let (lessee, _) = checked?;
     said.map_err(|e| e.to_string())?;
     Ok(lessee)

@@ -57,6 +57,8 @@ pub(crate) struct Welcome {
     pub longest_ms: u64,
     /// What the tenant gets among others: weight, bytes a second, operations in progress.
     pub share: (u32, Option<u64>, u32),
+    /// The tenant's line in the market whose descriptor comes with this, where the programs of all tenants take turns.
+    pub line: Option<u32>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
