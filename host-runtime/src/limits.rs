@@ -58,6 +58,12 @@ pub const MAX_RESTART_PAUSE: Duration = Duration::from_secs(30);
 pub const MAX_POLICY_BYTES: usize = 64 << 10;
 /// Bytes of one message between processes of this machine.
 pub const MAX_MESSAGE_BYTES: usize = 5 << 20;
+/// Plugins of a tenant whose counts are told apart; those of further ones are told together.
+pub const MAX_ERAS: usize = 64;
+/// Bytes of what a client of the service says first.
+pub const MAX_HELLO_BYTES: usize = 4 << 10;
+/// Bytes of a client's request: the longest bootstrap message, and what is around it.
+pub const MAX_REQUEST_BYTES: usize = 128 << 10;
 /// How long one side of a connection to the service waits for the other to take or to finish a message.
 pub const SERVICE_MESSAGE: Duration = Duration::from_secs(5);
 /// Connections to the sockets of one tenant: one for each runtime and one for each communicator of its processes.

@@ -98,12 +98,26 @@ pub fn send<T: Serialize>(
     Ok(())
 }
 
-/// Receives one value, with at most `most` descriptors beside it, before `until`.
+/// Receives one value, with at most `most` descriptors beside it, before `until`, as [`receive_within`] of the longest message
+/// there is.
+///
+/// # Errors
+/// As there.
+pub fn receive<T: DeserializeOwned>(
+    stream: &UnixStream,
+    most: usize,
+    until: Instant,
+) -> Result<(T, Vec<OwnedFd>), MessageError> {
+    receive_within(stream, MAX_MESSAGE_BYTES, most, until)
+}
+
+/// Receives one value of at most `bytes`, with at most `most` descriptors beside it, before `until`.
 ///
 /// # Errors
 /// [`MessageError`]; whatever descriptors came are closed. After one the stream must be closed, but for [`MessageError::Late`] before the first byte.
-pub fn receive<T: DeserializeOwned>(
+pub fn receive_within<T: DeserializeOwned>(
     stream: &UnixStream,
+    bytes: usize,
     most: usize,
     until: Instant,
 ) -> Result<(T, Vec<OwnedFd>), MessageError> {
@@ -111,8 +125,8 @@ pub fn receive<T: DeserializeOwned>(
     let mut head = [0; 4];
     fill(stream, &mut head, &mut fds, most, until)?;
     let len = u32::from_le_bytes(head) as usize;
-    if len > MAX_MESSAGE_BYTES {
-        return Err(MessageError::Malformed(format!("it says that it has {len} bytes")));
+    if len > bytes {
+        return Err(MessageError::Malformed(format!("it says that it has {len} bytes, at most {bytes} are read")));
     }
     let mut body = vec![0; len];
     fill(stream, &mut body, &mut fds, most, until)?;

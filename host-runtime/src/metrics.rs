@@ -16,9 +16,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use crate::error::Error;
 use crate::hw::own::Own;
-use crate::limits::{HTTP_WAIT, MAX_HTTP_HEAD};
+use crate::limits::{HTTP_WAIT, MAX_ERAS, MAX_HTTP_HEAD};
 use crate::nrt::Runtime;
 use crate::plugin::supervisor::Standing;
+use crate::tenant::{Tenant, lock};
 
 /// What one tenant has used.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -29,11 +30,13 @@ pub struct Usage {
     pub plugin: String,
     /// The library's version.
     pub version: String,
-    /// The values of [`FAMILIES`], in that order.
-    pub values: [u64; FAMILIES.len()],
+    /// The values of [`FAMILIES`], in that order, of all plugins that have served it.
+    pub values: Values,
+    /// Of these, what was counted while each of them served: file, version, values.
+    pub eras: Vec<(String, String, Values)>,
     /// Refusals by the policy's key.
     pub refusals: BTreeMap<&'static str, u64>,
-    /// Swaps: committed, refused, rolled back.
+    /// Swaps: committed, refused, rolled back of those committed.
     pub swaps: [u64; 3],
     /// Its plugins that ever stopped.
     pub stopped: Vec<Standing>,
@@ -58,36 +61,103 @@ pub const FAMILIES: [(&str, &str, &str); 15] = [
     ("wccl_operation_failures_total", "counter", "Operations that failed"),
 ];
 
+/// Values of [`FAMILIES`], in that order.
+pub type Values = [u64; FAMILIES.len()];
+
+/// A runtime's counters by the plugin that served while they grew, so that none of them goes back when another takes over.
+#[derive(Debug, Default)]
+pub(crate) struct Eras {
+    /// File and version of the plugin that serves, and what the counters were when it began.
+    serving: Option<(Plugin, Values)>,
+    past: BTreeMap<Plugin, Values>,
+    /// The most that each has been seen at.
+    seen: Values,
+}
+
+/// File and version.
+type Plugin = (String, String);
+
+impl Eras {
+    /// Takes a look: `plugin` serves, and the counters are at `now`.
+    fn look(&mut self, plugin: Plugin, now: Values) {
+        for (seen, now) in self.seen.iter_mut().zip(now) {
+            *seen = now.max(*seen);
+        }
+        let changed = self.serving.take_if(|(serves, _)| *serves != plugin);
+        if let Some((before, began)) = changed {
+            let known = self.past.len() < MAX_ERAS || self.past.contains_key(&before);
+            let sum = self.past.entry(if known { before } else { Plugin::default() }).or_default();
+            *sum = std::array::from_fn(|i| sum[i] + (self.seen[i] - began[i]));
+        }
+        // What was counted before the first look was counted while the first one was loaded.
+        let began = if self.past.is_empty() { Values::default() } else { self.seen };
+        self.serving.get_or_insert((plugin, began));
+    }
+
+    /// What was counted while each served.
+    fn all(&self) -> Vec<(String, String, Values)> {
+        let mut all = self.past.clone();
+        if let Some((plugin, began)) = &self.serving {
+            let sum = all.entry(plugin.clone()).or_default();
+            *sum = std::array::from_fn(|i| sum[i] + (self.seen[i] - began[i]));
+        }
+        all.into_iter().map(|((plugin, version), values)| (plugin, version, values)).collect()
+    }
+}
+
+/// Notes which plugin serves, where that has just changed: what was counted so far is the other one's.
+pub(crate) fn note(runtime: &Runtime) {
+    look(runtime, &mut lock(&runtime.0.eras));
+}
+
+/// Which plugin serves, and the values now.
+fn look(runtime: &Runtime, eras: &mut Eras) -> (Plugin, Values) {
+    let loaded = runtime.forward().loaded().ok();
+    let plugin = loaded.map_or_else(Plugin::default, |l| (l.library.name.clone(), l.library.version().into()));
+    let values = values(runtime.tenant());
+    eras.look(plugin.clone(), values);
+    (plugin, values)
+}
+
+fn values(tenant: &Tenant) -> Values {
+    let (counters, moved) = (&tenant.counters, tenant.moved());
+    [
+        counters.component_calls(),
+        counters.host_calls(),
+        counters.entries(),
+        counters.traps(),
+        counters.tasks(),
+        tenant.tasks_alive() as u64,
+        tenant.communicators() as u64,
+        tenant.instances.alive() as u64,
+        tenant.memory.load(Ordering::Relaxed) as u64,
+        tenant.sockets.alive() as u64,
+        tenant.names.alive() as u64,
+        moved.ops,
+        moved.copied.wrapping_add(moved.reduced),
+        moved.waits,
+        moved.failures,
+    ]
+}
+
 impl Usage {
     /// Of a runtime now. Operations of a service's clients are as their memory says.
     pub fn of(runtime: &Runtime) -> Usage {
-        let (tenant, loaded) = (runtime.tenant(), runtime.forward().loaded().ok());
-        let (counters, moved) = (&tenant.counters, tenant.moved());
+        let tenant = runtime.tenant();
+        let mut eras = lock(&runtime.0.eras);
+        let ((plugin, version), values) = look(runtime, &mut eras);
+        let (counters, eras) = (&tenant.counters, eras.all());
         Usage {
             tenant: tenant.name.clone(),
-            plugin: loaded.as_ref().map_or_else(String::new, |l| l.library.name.clone()),
-            version: loaded.as_ref().map_or_else(String::new, |l| l.library.version().into()),
-            values: [
-                counters.component_calls(),
-                counters.host_calls(),
-                counters.entries(),
-                counters.traps(),
-                counters.tasks(),
-                tenant.tasks_alive() as u64,
-                tenant.communicators() as u64,
-                tenant.instances.alive() as u64,
-                tenant.memory.load(Ordering::Relaxed) as u64,
-                tenant.sockets.alive() as u64,
-                tenant.names.alive() as u64,
-                moved.ops,
-                moved.copied.wrapping_add(moved.reduced),
-                moved.waits,
-                moved.failures,
-            ],
+            plugin,
+            version,
+            values,
+            eras,
             refusals: counters.refusals(),
             swaps: {
                 let s = runtime.swaps();
-                [s.committed, s.refused, s.rolled_back]
+                // One that goes back commits again.
+                [s.committed.saturating_sub(s.rolled_back), s.refused, s.rolled_back]
             },
             stopped: tenant.supervisor.standing(),
         }
@@ -114,11 +184,15 @@ fn family(out: &mut String, head: (&str, &str, &str), lines: impl Iterator<Item 
 pub fn text(all: &[Usage]) -> String {
     let mut out = String::new();
     for (i, head) in FAMILIES.into_iter().enumerate() {
-        let line = |u: &Usage| {
-            let of = [("tenant", &*u.tenant), ("plugin", &*u.plugin), ("version", &*u.version)];
-            (labels(&of), u.values[i])
+        let line = |u: &Usage, plugin: &str, version: &str, values: &Values| {
+            (labels(&[("tenant", &u.tenant), ("plugin", plugin), ("version", version)]), values[i])
         };
-        family(&mut out, head, all.iter().map(line));
+        let counter = head.1 == "counter";
+        let lines = all.iter().flat_map(|u| match counter {
+            true => u.eras.iter().map(|(plugin, version, values)| line(u, plugin, version, values)).collect(),
+            false => vec![line(u, &u.plugin, &u.version, &u.values)],
+        });
+        family(&mut out, head, lines);
     }
     let refusals = all.iter().flat_map(|u| {
         u.refusals.iter().map(|(limit, value)| (labels(&[("tenant", &u.tenant), ("limit", limit)]), *value))
@@ -132,7 +206,11 @@ pub fn text(all: &[Usage]) -> String {
         let outcomes = ["committed", "refused", "rolled-back"].into_iter().zip(u.swaps);
         outcomes.map(|(outcome, value)| (labels(&[("tenant", &u.tenant), ("outcome", outcome)]), value))
     });
-    family(&mut out, ("wccl_swaps_total", "counter", "Hot swaps, by outcome"), swaps);
+    family(
+        &mut out,
+        ("wccl_swaps_total", "counter", "Hot swaps, by outcome; those rolled back were committed before"),
+        swaps,
+    );
     let stopped = |value: fn(&Standing) -> u64| {
         all.iter().flat_map(move |u| {
             u.stopped.iter().map(move |p| {
@@ -327,6 +405,7 @@ mod tests {
             plugin: "a\"b\\c\nd".into(),
             version: "1.2.3.4".into(),
             values: [7; FAMILIES.len()],
+            eras: vec![("a\"b\\c\nd".into(), "1.2.3.4".into(), [7; FAMILIES.len()])],
             refusals: [("network.reach", 3)].into(),
             swaps: [4, 5, 6],
             stopped: vec![Standing {
@@ -355,6 +434,35 @@ mod tests {
         ] {
             assert!(text.contains(line), "{text}");
         }
+    }
+
+    #[test]
+    fn a_counter_never_goes_back_and_is_whose_it_is() {
+        let (old, new) = (("old.wasm".to_string(), "1".to_string()), ("new.wasm".to_string(), "2".to_string()));
+        let mut eras = Eras::default();
+        let of = |eras: &Eras, plugin: &Plugin| {
+            let all = eras.all();
+            all.iter().find(|(file, version, _)| (file, version) == (&plugin.0, &plugin.1)).map(|e| e.2[0])
+        };
+        let look = |eras: &mut Eras, plugin: &Plugin, n: u64| eras.look(plugin.clone(), [n; FAMILIES.len()]);
+        look(&mut eras, &old, 6);
+        look(&mut eras, &old, 9);
+        assert_eq!((of(&eras, &old), of(&eras, &new)), (Some(9), None));
+        // What was counted up to the swap is the old one's.
+        look(&mut eras, &new, 10);
+        assert_eq!((of(&eras, &old), of(&eras, &new)), (Some(10), Some(0)));
+        // A communicator that is just ending may be in no sum for a moment.
+        look(&mut eras, &new, 14);
+        look(&mut eras, &new, 12);
+        assert_eq!((of(&eras, &old), of(&eras, &new)), (Some(10), Some(4)));
+        look(&mut eras, &old, 15);
+        look(&mut eras, &old, 17);
+        assert_eq!((of(&eras, &old), of(&eras, &new)), (Some(12), Some(5)));
+        for i in 0..2 * MAX_ERAS as u64 {
+            look(&mut eras, &(format!("{i}.wasm"), String::new()), 17 + i);
+        }
+        assert!(eras.all().len() <= MAX_ERAS + 2);
+        assert_eq!(eras.all().iter().map(|e| e.2[0]).sum::<u64>(), 17 + 2 * MAX_ERAS as u64 - 1);
     }
 
     #[test]

@@ -59,9 +59,7 @@ pub(crate) fn open(tenant: &Arc<Tenant>, path: Option<&Path>) {
 /// Why it cannot take over.
 pub(crate) fn prepare(tenant: &Arc<Tenant>, path: &Path) -> Result<Arc<NetLibrary>, String> {
     let named = |why: String| format!("net plugin {}: {why}", path.display());
-    let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
-    let bytes = crate::plugin::read(path).map_err(named)?;
-    let library = Library::link(&name, &bytes, Kind::Net, &[]).map_err(named)?;
+    let library = crate::plugin::load(tenant, path, Kind::Net, &[]).map_err(named)?;
     let new = Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() });
     new.bind(tenant).map_err(named)?;
     let old = match &*lock(&tenant.net) {

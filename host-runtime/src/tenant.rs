@@ -371,8 +371,9 @@ impl Tenant {
 
     /// What the data planes of all communicators counted, of those that are gone too; a client's are as it says.
     pub fn moved(&self) -> flight::Counters {
-        let gone = *lock(&self.counters.moved);
+        // In this order: one that ends in between is in the first sum as long as we hold it, and in the second one before.
         let alive: Vec<Arc<CommCore>> = lock(&self.comms).values().filter_map(Weak::upgrade).collect();
+        let gone = *lock(&self.counters.moved);
         alive.iter().fold(gone, |sum, c| sum + c.endpoint.control().counters())
     }
 

@@ -20,7 +20,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use crate::flight;
@@ -103,6 +103,21 @@ struct Slot {
     due: AtomicU64,
 }
 
+impl Page {
+    /// Has the line's new holder begin with nobody's debts: level with the least of the others, with all its cap.
+    fn begin(&self, at: usize) {
+        let taken = |(i, s): &(usize, &Line<Slot>)| *i != at && s.0.owner.load(Ordering::Relaxed) != 0;
+        let mut others = self.slots.iter().enumerate().filter(taken).map(|(_, s)| s.0.time.load(Ordering::Relaxed));
+        let first = others.next().unwrap_or(0);
+        // Virtual times wrap around, so that they compare by their distance.
+        let least = others.map(|t| t.wrapping_sub(first) as i64).fold(0, i64::min);
+        let mine = &self.slots[at].0;
+        mine.time.store(first.wrapping_add(least as u64), Ordering::Relaxed);
+        mine.until.store(0, Ordering::Relaxed);
+        mine.due.store(0, Ordering::Relaxed);
+    }
+}
+
 const _: () = assert!(size_of::<Page>() as u64 == MARKET_BYTES);
 
 impl Market {
@@ -121,8 +136,8 @@ impl Market {
         Ok(Market { segment: Segment::from_peer(fd, MARKET_BYTES)?, line: None })
     }
 
-    /// One in which another process holds the tenant's line ([`Share::line`]) as long as this one uses it, and gives it up
-    /// however this one ends.
+    /// One in which another process holds the tenant's line ([`Register`]) as long as this one uses it, and gives it up however
+    /// this one ends.
     ///
     /// # Errors
     /// [`ShareError`] if it is none, or has no such line.
@@ -165,18 +180,22 @@ impl Market {
         }
         let page = self.page();
         let who = id << 16;
-        // All look in the same order, so that two who enter at once for one tenant meet in the first free place.
-        for (i, Line(slot)) in page.slots.iter().enumerate() {
-            let mut now = slot.owner.load(Ordering::Acquire);
-            while now == 0 || now & !0xFFFF == who && now & 0xFFFF < 0xFFFF {
-                let next = if now == 0 { who | 1 } else { now + 1 };
-                match slot.owner.compare_exchange(now, next, Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(0) => {
-                        page.tenants.0.fetch_add(1, Ordering::AcqRel);
-                        return Some(i);
+        // The tenant's own line, wherever it is; then the first that is free. All look in the same order, so that two who
+        // enter at once for one tenant meet there.
+        for free_too in [false, true] {
+            for (i, Line(slot)) in page.slots.iter().enumerate() {
+                let mut now = slot.owner.load(Ordering::Acquire);
+                while free_too && now == 0 || now & !0xFFFF == who && (1..0xFFFF).contains(&(now & 0xFFFF)) {
+                    let next = if now == 0 { who | 1 } else { now + 1 };
+                    match slot.owner.compare_exchange(now, next, Ordering::AcqRel, Ordering::Acquire) {
+                        Ok(0) => {
+                            page.tenants.0.fetch_add(1, Ordering::AcqRel);
+                            page.begin(i);
+                            return Some(i);
+                        }
+                        Ok(_) => return Some(i),
+                        Err(other) => now = other,
                     }
-                    Ok(_) => return Some(i),
-                    Err(other) => now = other,
                 }
             }
         }
@@ -197,6 +216,75 @@ impl Market {
         let left = page.slots[at].0.owner.fetch_update(Ordering::AcqRel, Ordering::Acquire, fewer);
         if left.is_ok_and(|before| before & 0xFFFF == 1) {
             page.tenants.0.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// The tenants of a market whose lines one process holds for all others: those may end in any way, and write what they like into
+/// the market, but who is let in is decided here.
+#[derive(Debug)]
+pub struct Register {
+    market: Arc<Market>,
+    /// Of each line: its tenant, and how often it entered.
+    lines: Mutex<[(u64, u32); MARKET_TENANTS]>,
+}
+
+impl Register {
+    /// Of a market that nobody enters but by this.
+    pub fn new(market: Arc<Market>) -> Register {
+        Register { market, lines: Mutex::new([(0, 0); MARKET_TENANTS]) }
+    }
+
+    /// Where they meet.
+    pub fn market(&self) -> &Market {
+        &self.market
+    }
+
+    /// Holds the line of tenant `id` once more.
+    ///
+    /// # Errors
+    /// [`ShareError::Full`].
+    pub fn enter(self: &Arc<Self>, id: u64) -> Result<Entered, ShareError> {
+        let mut lines = self.lines.lock().unwrap_or_else(|p| p.into_inner());
+        let own = lines.iter().position(|(who, n)| *n > 0 && *who == id);
+        let at = own.or_else(|| lines.iter().position(|(_, n)| *n == 0)).ok_or(ShareError::Full)?;
+        lines[at] = (id, lines[at].1 + 1);
+        if own.is_none() {
+            self.market.page().begin(at);
+            self.tell(&lines[..], at);
+        }
+        Ok(Entered { register: self.clone(), at })
+    }
+
+    /// Writes who has line `at`, and how many have one, whatever stands there.
+    fn tell(&self, lines: &[(u64, u32)], at: usize) {
+        let page = self.market.page();
+        let (id, n) = lines[at];
+        page.slots[at].0.owner.store(if n > 0 { id << 16 | 1 } else { 0 }, Ordering::Release);
+        page.tenants.0.store(lines.iter().filter(|(_, n)| *n > 0).count() as u32, Ordering::Release);
+    }
+}
+
+/// A tenant's line that a [`Register`] holds, until this is dropped.
+#[derive(Debug)]
+pub struct Entered {
+    register: Arc<Register>,
+    at: usize,
+}
+
+impl Entered {
+    /// Its number, for [`Market::held_by_peer`].
+    pub fn line(&self) -> u32 {
+        self.at as u32
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut lines = self.register.lines.lock().unwrap_or_else(|p| p.into_inner());
+        lines[self.at].1 -= 1;
+        if lines[self.at].1 == 0 {
+            self.register.tell(&lines[..], self.at);
         }
     }
 }
@@ -226,11 +314,6 @@ impl Share {
         // A hundredth of a second's bytes under a cap, in whole pages, so that no wait for it is long.
         let stretch = terms.bandwidth.map_or(STRETCH_BYTES, |b| (b / 100).clamp(4096, STRETCH_BYTES) & !4095);
         Ok(Share { market, at, terms, stretch, crowded: AtomicBool::new(false), lanes: AtomicU32::new(0) })
-    }
-
-    /// The number of its tenant's line in the market.
-    pub fn line(&self) -> u32 {
-        self.at as u32
     }
 
     /// What it was given.
@@ -626,9 +709,13 @@ mod tests {
     /// Whose line somebody else holds, takes turns there, and leaves nothing behind nor takes anything along.
     #[test]
     fn a_line_that_somebody_else_holds_stays_his() {
-        let (market, mut shares) = tenants(&[weighing(100), weighing(200)]);
+        let market = Arc::new(Market::create().unwrap());
+        let register = Arc::new(Register::new(market.clone()));
         let fd = || market.fd().unwrap().try_clone_to_owned().unwrap();
-        let held = Market::held_by_peer(fd(), shares[1].line()).unwrap();
+        let _other = register.enter(1).unwrap();
+        let entered = [register.enter(2).unwrap(), register.enter(2).unwrap()];
+        assert_eq!(entered.each_ref().map(Entered::line), [1, 1]);
+        let held = Market::held_by_peer(fd(), 1).unwrap();
         let guest = Share::new(Arc::new(held), 2, weighing(200)).unwrap();
         guest.charge(1600);
         assert_eq!(market.page().slots[1].0.time.load(Ordering::Relaxed), (1600 << FRACTION) / 200);
@@ -637,10 +724,52 @@ mod tests {
         // One that is killed does not get so far.
         let killed = Share::new(Arc::new(Market::held_by_peer(fd(), 1).unwrap()), 2, weighing(200));
         std::mem::forget(killed);
-        drop(shares.pop());
+        let [one, two] = entered;
+        drop(one);
+        assert_eq!(market.tenants(), 2);
+        drop(two);
         assert_eq!(market.tenants(), 1);
         let lines = MARKET_TENANTS as u32;
         assert!(matches!(Market::held_by_peer(fd(), lines), Err(ShareError::NoLine(n)) if n == lines));
+    }
+
+    /// Whatever a client writes into the market, tenants come and go.
+    #[test]
+    fn a_market_that_is_full_of_lies_lets_tenants_in() {
+        let register = Arc::new(Register::new(Arc::new(Market::create().unwrap())));
+        let page = register.market().page();
+        let lie = || {
+            page.slots.iter().for_each(|s| s.0.owner.store(u64::MAX, Ordering::Relaxed));
+            page.tenants.0.store(u32::MAX, Ordering::Relaxed);
+        };
+        lie();
+        let mut all: Vec<Entered> = (1..=MARKET_TENANTS as u64).map(|id| register.enter(id).unwrap()).collect();
+        assert_eq!(register.market().tenants(), MARKET_TENANTS as u32);
+        assert!(matches!(register.enter(99), Err(ShareError::Full)));
+        lie();
+        drop(all.pop());
+        assert_eq!(register.market().tenants(), MARKET_TENANTS as u32 - 1);
+        assert_eq!(register.enter(99).unwrap().line(), MARKET_TENANTS as u32 - 1);
+    }
+
+    #[test]
+    fn a_tenant_has_one_line_and_no_predecessors_debts() {
+        let (market, mut shares) = tenants(&[weighing(100); 3]);
+        let of = |at: usize| &market.page().slots[at].0;
+        shares[1].charge(5 << 20);
+        shares[2].charge(3 << 20);
+        shares[0].charge(1 << 40);
+        of(0).until.store(u64::MAX, Ordering::Relaxed);
+        of(0).due.store(u64::MAX, Ordering::Relaxed);
+        // Its line is free, and before those of the others.
+        drop(shares.remove(0));
+        let again = Share::new(market.clone(), 3, weighing(100)).unwrap();
+        assert_eq!((again.at, market.tenants()), (2, 2));
+        let fresh = Share::new(market.clone(), 9, weighing(100)).unwrap();
+        assert_eq!(fresh.at, 0);
+        let least = of(2).time.load(Ordering::Relaxed);
+        let now = [&of(0).time, &of(0).until, &of(0).due].map(|a| a.load(Ordering::Relaxed));
+        assert_eq!(now, [least, 0, 0]);
     }
 
     #[test]

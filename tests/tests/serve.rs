@@ -15,7 +15,7 @@ use host_runtime::abort::AbortToken;
 use host_runtime::metrics::{FAMILIES, Usage};
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
-use host_runtime::swap::{Order, coordinate};
+use host_runtime::swap::{Kind, Order, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
 use hw_bridge::share::Market;
@@ -261,10 +261,24 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     }
     let usage: Vec<Usage> = server.tenants().map(|t| Usage::of(t.2)).collect();
     assert_eq!((usage[0].plugin.as_str(), usage[0].swaps), ("nccom-next.wasm", [5, 0, 0]));
-    // One that the policy does not list is none.
-    let order = Order::transport("swapped", first.with_file_name("nccom-stuck.wasm"));
-    let report = coordinate(&order).unwrap();
-    assert!(!report.committed && report.reason.contains("which is not listed"), "{}", report.reason);
+    // Each has its own counts. A look that changes nothing is no swap.
+    let metrics = host_runtime::metrics::text(&usage);
+    let entries = |plugin: &str| {
+        let line = format!("wccl_entries_total{{tenant=\"swapped\",plugin=\"{plugin}\"");
+        let found = metrics.lines().find(|l| l.starts_with(&line)).unwrap_or_else(|| panic!("{line}: {metrics}"));
+        found.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
+    };
+    let both = entries("nccom.wasm") + entries("nccom-next.wasm");
+    assert!(both == usage[0].values[FAMILIES.iter().position(|f| f.0 == "wccl_entries_total").unwrap()], "{metrics}");
+    assert!(entries("nccom.wasm") > 0, "{metrics}");
+    // One that the policy does not list is none, whatever it is for.
+    for (kind, dry) in [(Kind::Transport, false), (Kind::Net, false), (Kind::Transport, true)] {
+        let order = Order::transport("swapped", first.with_file_name("nccom-stuck.wasm"));
+        let report = coordinate(&Order { kind, dry, ..order }).unwrap();
+        assert!(!report.committed && report.reason.contains("which is not listed"), "{}", report.reason);
+    }
+    let swaps: Vec<_> = server.tenants().map(|t| Usage::of(t.2).swaps).collect();
+    assert_eq!(swaps[0], [5, 2, 0]);
     std::fs::write(&until, "").unwrap();
     for r in &ranks {
         assert_eq!((r.line().as_str(), r.line().as_str()), ("operations go on", "control calls go on"));
@@ -429,11 +443,13 @@ fn what_a_stranger_sends_ends_his_connection_only() {
             .contains("it speaks version 99 of the protocol (release 9), this service version 1")
     );
     assert!(visit(&u32::MAX.to_le_bytes()).contains("says that it has 4294967295 bytes"));
+    // It is told before it has sent them: no memory is kept for it meanwhile.
+    assert!(visit(&(4097u32).to_le_bytes()).contains("says that it has 4097 bytes, at most 4096 are read"));
     assert!(visit(&framed(&[0xFF; 40])).contains("no message that this version knows"));
     // After a hello in good order.
     let release = env!("CARGO_PKG_VERSION").as_bytes();
     let hello = framed(&[&[1, release.len() as u8], release].concat());
-    for request in [framed(&[99]), framed(&[0xFF; 64]), u32::MAX.to_le_bytes().to_vec()] {
+    for request in [framed(&[99]), framed(&[0xFF; 64]), ((128u32 << 10) + 1).to_le_bytes().to_vec()] {
         let said = visit(&[&hello[..], &request].concat());
         assert!(said.contains("red") && said.len() < 200, "welcomed, then closed: {said:?}");
     }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use hw_bridge::device::{DeviceConfig, DeviceModel};
@@ -17,6 +17,7 @@ use crate::error::Error;
 use crate::forward::{Forward, LoadError};
 use crate::hw;
 use crate::limits::{ID_BYTES, Limits};
+use crate::metrics::{self, Eras};
 use crate::net;
 use crate::policy::{Policy as TenantPolicy, Share};
 use crate::serve::client::Service;
@@ -224,6 +225,7 @@ pub(crate) struct Inner {
     /// What a swap holds shut.
     pub doors: Doors,
     pub swaps: Arc<Swaps>,
+    pub eras: Mutex<Eras>,
     control: OnceLock<Control>,
     /// What has the plugins, if not this process.
     pub service: Option<Service>,
@@ -284,9 +286,9 @@ impl Runtime {
             }
             // The plugin is the service's.
             let config = RuntimeConfig { plugin: None, net_plugin: None, ..config };
-            let (doors, swaps, control) = Default::default();
+            let (doors, swaps, eras, control) = Default::default();
             let service = Some(service);
-            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service, doors, swaps, control })));
+            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service, doors, swaps, eras, control })));
         }
         match &config.plugin {
             Some(path) => {
@@ -297,8 +299,10 @@ impl Runtime {
             None => forward.none_configured(),
         }
         net::open(&tenant, config.net_plugin.as_deref());
-        let (doors, swaps, control) = Default::default();
-        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, control }));
+        let (doors, swaps, eras, control) = Default::default();
+        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control }));
+        // The first plugin's counts are its own whenever somebody asks for them first.
+        metrics::note(&runtime);
         if runtime.0.config.control {
             // It was not set before.
             let _ = runtime.0.control.set(Control::start(&runtime)?);

@@ -37,7 +37,7 @@ use hw_bridge::credentials::{self, Credentials, PeerPid};
 use hw_bridge::hbm::Hbm;
 use hw_bridge::limits::REFUSALS_LOGGED;
 use hw_bridge::log_rate::LogRate;
-use hw_bridge::share::{Market, Share};
+use hw_bridge::share::{Entered, Market, Register};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
@@ -94,7 +94,7 @@ struct Hosted {
     socket: PathBuf,
     cores: Arc<Cores>,
     runtimes: Mutex<HashMap<u128, Weak<Lessee>>>,
-    market: Option<Arc<Market>>,
+    market: Option<Arc<Register>>,
     connections: Quota,
     refusals: LogRate,
     ending: Arc<AtomicBool>,
@@ -114,7 +114,7 @@ struct Lessee {
     pidfd: Arc<OwnedFd>,
     memory: Mutex<HashMap<i32, Arc<Hbm>>>,
     /// Holds its tenant's line in the market; a program that is killed cannot give one up.
-    share: Option<Share>,
+    entered: Option<Entered>,
 }
 
 impl Cores {
@@ -346,6 +346,7 @@ impl Server {
         let ending = Arc::default();
         let mut server = Server { tenants: Vec::new(), doors: Vec::new(), stop: Arc::new(stop), ending, _lock: lock };
         let cores = Arc::<Cores>::default();
+        let market = config.market.clone().map(|m| Arc::new(Register::new(m)));
         for policy in policies {
             let socket = config.sockets.join(format!("{}.sock", policy.tenant));
             let runtime = Runtime::open(config_of(&policy, &config.base))?;
@@ -355,7 +356,7 @@ impl Server {
                 policy,
                 cores: cores.clone(),
                 runtimes: Mutex::default(),
-                market: config.market.clone(),
+                market: market.clone(),
                 connections: Quota::default(),
                 refusals: LogRate::default(),
                 ending: server.ending.clone(),

@@ -13,7 +13,7 @@ use std::time::Instant;
 use hw_bridge::credentials::{self, Credentials};
 use hw_bridge::peers::Owner;
 use hw_bridge::segment::Segment;
-use hw_bridge::share::{Market, Share, Terms};
+use hw_bridge::share::{Entered, Register};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome};
@@ -21,7 +21,7 @@ use super::{Hosted, Lessee};
 use crate::abort::AbortToken;
 use crate::error::Error;
 use crate::hw::objects::Client;
-use crate::limits::SERVICE_MESSAGE;
+use crate::limits::{MAX_HELLO_BYTES, MAX_REQUEST_BYTES, SERVICE_MESSAGE};
 use crate::message::{self, MessageError};
 use crate::nrt::Rendezvous;
 use crate::nrt::control::{Answer, Ask, Here, Joined, Joining, Place};
@@ -51,7 +51,8 @@ pub(super) fn serve(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials
 fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result<Arc<Lessee>, String> {
     let until = Instant::now() + SERVICE_MESSAGE;
     let checked = (|| {
-        let (hello, _) = message::receive::<Hello>(stream, 0, until).map_err(|e| e.to_string())?;
+        let (hello, _) =
+            message::receive_within::<Hello>(stream, MAX_HELLO_BYTES, 0, until).map_err(|e| e.to_string())?;
         if hello.protocol != PROTOCOL {
             let theirs = Hello { release: said(&hello.release), ..hello };
             let mine = Hello::mine();
@@ -64,9 +65,9 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
         let pidfd = process_of(stream, who).map_err(|e| format!("its process cannot be watched: {e}"))?;
         let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
         let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
-        let enter = |m: &Arc<Market>| Share::new(m.clone(), hosted.runtime.tenant().id, Terms::default());
-        let share = hosted.market.as_ref().map(enter).transpose().map_err(|e| e.to_string())?;
-        let lessee = Arc::new(Lessee { tenant, pid: who.pid, pidfd, memory: Mutex::default(), share });
+        let enter = |m: &Arc<Register>| m.enter(hosted.runtime.tenant().id);
+        let entered = hosted.market.as_ref().map(enter).transpose().map_err(|e| e.to_string())?;
+        let lessee = Arc::new(Lessee { tenant, pid: who.pid, pidfd, memory: Mutex::default(), entered });
         let mut runtimes = lock(&hosted.runtimes);
         runtimes.retain(|_, l| l.strong_count() > 0);
         runtimes.insert(session, Arc::downgrade(&lessee));
@@ -87,12 +88,12 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
                     let share = &hosted.policy.share;
                     (share.weight, share.bandwidth.map(|r| r.0), share.proxy_slots)
                 },
-                line: lessee.share.as_ref().map(Share::line),
+                line: lessee.entered.as_ref().map(Entered::line),
             })
         }
     };
     let market: Vec<_> = match &greeting {
-        Greeting::Welcome(_) => hosted.market.iter().filter_map(|m| m.fd()).collect(),
+        Greeting::Welcome(_) => hosted.market.iter().filter_map(|m| m.market().fd()).collect(),
         Greeting::Refused { .. } => Vec::new(),
     };
     let said = message::send(stream, &greeting, &market, until);
@@ -184,7 +185,8 @@ fn next(stream: &UnixStream, process: &OwnedFd, stop: &OwnedFd) -> Result<Reques
             Ok(_) if !fds[1].revents().is_empty() => return Err("the client's process has ended".into()),
             Ok(_) => {}
         }
-        return match message::receive::<Request>(stream, 0, Instant::now() + SERVICE_MESSAGE) {
+        let until = Instant::now() + SERVICE_MESSAGE;
+        return match message::receive_within::<Request>(stream, MAX_REQUEST_BYTES, 0, until) {
             Ok((request, _)) => Ok(request),
             Err(MessageError::Closed) => Err("the client has closed its connection".into()),
             Err(e) => Err(e.to_string()),

@@ -60,7 +60,7 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
             }
             Outcome::Possible(text) => (Duration::ZERO, text.clone()),
             Outcome::Kept(why) => {
-                state.counts.refused += 1;
+                state.counts.refused += u64::from(!order.dry);
                 (Duration::ZERO, format!("refused: {why}"))
             }
         };
@@ -367,6 +367,7 @@ impl Part<'_> {
         let (generation, loaded, kept) = candidate.commit(|| drop(self.at(Step::Exchange)))?;
         drop(closed);
         let pause = began.elapsed();
+        crate::metrics::note(self.runtime);
         planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint());
         drop(planes);
         let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone() };
