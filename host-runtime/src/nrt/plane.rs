@@ -282,7 +282,8 @@ impl Plane {
         }
         let Some((left, (peer, pid))) = self.runtime.0.swaps.outsider(endpoint.peer_pids()) else { return Ok(()) };
         let what = format!(
-            "rank {} made no communicator with rank {peer}: its process (pid {pid}) took no part in the hot swap of tenant {} that is              in probation for another {left:?}, and could not go back with the others; join again after that",
+            "rank {} made no communicator with rank {peer}: its process (pid {pid}) took no part in the hot swap of tenant {} that is \
+             in probation for another {left:?}, and could not go back with the others; join again after that",
             core.rank, self.runtime.0.tenant.name
         );
         endpoint.fail(&what);
