@@ -240,6 +240,43 @@ mod tests {
         }
     }
 
+    /// They are counted over the whole message, in whichever part they come.
+    #[test]
+    fn descriptors_beside_a_later_part_count_too() {
+        for (first, later, most) in [(0, 1, 0), (1, 2, 2)] {
+            let (mut a, b) = UnixStream::pair().unwrap();
+            let beside = vec![a.as_fd(); first + later];
+            // To the reader the second message, of five bytes, is the rest of one whose length has come.
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
+            let mut with_head = SendAncillaryBuffer::new(&mut space);
+            assert!(first == 0 || with_head.push(SendAncillaryMessage::ScmRights(&beside[..first])));
+            sendmsg(&a, &[IoSlice::new(&5u32.to_le_bytes())], &mut with_head, SendFlags::NOSIGNAL).unwrap();
+            send(&a, &1u32, &beside[first..], soon()).unwrap();
+            let e = receive::<(u32, u8)>(&b, most, soon()).unwrap_err().to_string();
+            let says = format!("{} descriptors came with it, {most} may", first + later);
+            assert!(e.contains(&says), "{e}");
+            a.write_all(&[0]).unwrap();
+        }
+    }
+
+    /// The deadline is the message's: one that comes byte by byte has no more time than another.
+    #[test]
+    fn a_message_that_trickles_in_is_late() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        let bytes = 2000u32;
+        let trickle = std::thread::spawn(move || {
+            a.write_all(&bytes.to_le_bytes()).unwrap();
+            // Until the reader has gone, or has taken all.
+            (0..bytes).take_while(|_| a.write_all(&[0]).is_ok()).for_each(|_| {
+                std::thread::sleep(Duration::from_millis(5));
+            });
+        });
+        let e = receive::<u32>(&b, 0, Instant::now() + Duration::from_millis(100)).unwrap_err();
+        assert!(matches!(e, MessageError::Late(_)), "{e}");
+        drop(b);
+        trickle.join().unwrap();
+    }
+
     #[test]
     fn a_message_that_is_too_large_is_not_sent() {
         let (a, _b) = UnixStream::pair().unwrap();

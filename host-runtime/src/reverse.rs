@@ -224,14 +224,12 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use crate::abort::AbortToken;
-    use crate::nrt::RuntimeConfig;
-    use crate::tenant::Tenant;
-    use hw_bridge::device::{DeviceConfig, DeviceModel, HostMem, IncrementRegister};
+    use crate::limits::Limits;
+    use crate::tenant::limited;
+    use hw_bridge::device::{HostMem, IncrementRegister};
 
     fn state() -> HostState {
-        let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant = Tenant::new(&RuntimeConfig::default(), device).unwrap();
-        HostState::new(tenant, None, AbortToken::new().unwrap(), None)
+        HostState::new(limited(Limits::default()), None, AbortToken::new().unwrap(), None)
     }
 
     /// Proves INV-13.

@@ -398,3 +398,10 @@ impl Tenant {
         lock(&self.tasks).running.iter().filter(|t| !t.thread.is_finished()).count()
     }
 }
+
+/// A tenant with these limits and nothing else of its own, for the tests of this crate.
+#[cfg(test)]
+pub(crate) fn limited(limits: Limits) -> Arc<Tenant> {
+    let device = DeviceModel::new(Default::default()).unwrap();
+    Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, Arc::new(device)).unwrap()
+}

@@ -6,9 +6,8 @@ mod common;
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex};
 
 use common::{bytes_of, free_port, values_of};
 use host_runtime::error::Error;
@@ -16,6 +15,7 @@ use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::plugin::signing::SecretKey;
 use host_runtime::policy::Policy;
 use host_runtime::{DataType, ReduceOp};
+use tests::events::{self, Events};
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
 
 /// A folder of plugins, gone when dropped.
@@ -321,29 +321,55 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     assert!(alone(&red).unwrap().tensor(1).unwrap_err().to_string().contains("devices.hbm grants 0 B"));
 }
 
-/// What is logged of background tasks is within the tenant's rate, however many there are.
+/// What is logged of background tasks says whose they are, and is within the tenant's rate: what they write, that their
+/// instance stopped, and that they ended.
 #[test]
-fn lines_about_tasks_are_within_the_rate() {
+fn lines_about_tasks_are_tagged_and_within_the_rate() {
+    static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let keep = |e: &tracing::Event<'_>| LINES.lock().unwrap().push(events::fields(e));
+    tracing::subscriber::set_global_default(Events(tracing::Level::INFO, keep)).unwrap();
     let plugin = driver(|p| {
-        p.body("run", "unreachable");
+        let (line, printed) = (p.text("a line of its own"), p.text("a line for the kernel"));
+        let prints = format!("(call $nec.nec-ndl-printk {printed} (i32.const 0))");
+        p.body("run", format!("(call $log.write (i32.const 1) {line}) {prints} unreachable"));
         let kind = p.text("idle");
         let none = "(i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0)";
         vec![format!("(call $tasks.spawn {kind} {none} (i32.const {REPLY}))")]
     });
     let folder = Folder::with(&plugin);
-    let rt = open(folder.policy("red", &format!("{ONE}\n[limits]\nlog-lines = 1")), "plugin.wasm");
-    // Several within one second, each with two lines: that the instance stopped, and the task.
-    let begun = Instant::now();
-    let mut started = 0;
-    while !refusals(&rt).contains_key("limits.log-lines") {
-        assert!(begun.elapsed() < Duration::from_secs(30), "{started} tasks, {:?}", refusals(&rt));
-        rt.unique_id(0).unwrap();
-        started += 1;
-        while rt.tenant().tasks_alive() > 0 {
-            std::thread::yield_now();
+    let tasks = 4;
+    for (tenant, rate) in [("loud", 1000), ("mute", 0)] {
+        let more = format!("{ONE}\n[limits]\nlog-lines = {rate}\nrestarts = 100");
+        let rt = open(folder.policy(tenant, &more), "plugin.wasm");
+        for _ in 0..tasks {
+            rt.unique_id(0).unwrap();
+            while rt.tenant().tasks_alive() > 0 {
+                std::thread::yield_now();
+            }
+        }
+        assert_eq!(rt.tenant().counters.tasks(), tasks);
+        let lines = LINES.lock().unwrap().clone();
+        let with = |words: &[&str]| {
+            let of = format!(" tenant={tenant}");
+            let has = |l: &&String| l.contains(&of) && words.iter().all(|w| l.contains(w));
+            lines.iter().filter(has).count() as u64
+        };
+        let seen = [
+            with(&["a line of its own"]),
+            with(&["a line for the kernel"]),
+            with(&["plugin stopped", " plugin=plugin.wasm"]),
+            with(&["a background task ended", " task=idle"]),
+        ];
+        let told = with(&["log lines of a plugin were dropped; limits.log-lines grants 0 a second"]);
+        let refused = refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        if rate > 0 {
+            assert_eq!((seen, told, refused), ([tasks; 4], 0, 0), "{lines:#?}");
+        } else {
+            assert_eq!((seen, refused), ([0; 4], 4 * tasks), "{lines:#?}");
+            // Of each instance's own rate when it ends.
+            assert!(told >= tasks, "{lines:#?}");
         }
     }
-    assert_eq!(rt.tenant().counters.tasks(), started);
 }
 
 /// What a manifest asks for within the policy is all that is given; beyond it the plugin does not run at all.

@@ -172,3 +172,57 @@ impl Host for HostState {
         Ok(self.do_lookup(&key, &name, ms))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    use crate::abort::AbortToken;
+    use crate::limits::Limits;
+    use crate::tenant::{Tenant, limited};
+
+    fn tenant(names: usize) -> Arc<Tenant> {
+        limited(Limits { names, wall: Duration::from_secs(10), ..Limits::default() })
+    }
+
+    fn instance(tenant: &Arc<Tenant>) -> HostState {
+        HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), Some(0))
+    }
+
+    fn said(s: &mut HostState) -> String {
+        s.take_causes().0.join("; ")
+    }
+
+    #[test]
+    fn names_are_counted_for_the_tenant_until_they_are_withdrawn() {
+        let (tenant, key) = (tenant(2), std::process::id().to_le_bytes());
+        let (mut one, mut other) = (instance(&tenant), instance(&tenant));
+        one.do_publish(&key, "a", &[1; ADDRESS_BYTES]).unwrap();
+        other.do_publish(&key, "b", &[2; ADDRESS_BYTES]).unwrap();
+        for s in [&mut one, &mut other] {
+            assert!(s.do_publish(&key, "c", &[3; ADDRESS_BYTES]).is_err());
+            let said = said(s);
+            assert!(said.contains("asked to publish one more name; limits.names grants 2"), "{said}");
+        }
+        assert_eq!(other.do_lookup(&key, "a", 10_000).unwrap(), [1; ADDRESS_BYTES]);
+        one.release();
+        // What is refused for another reason gives its place back.
+        assert!(one.do_publish(&key, "b", &[3; ADDRESS_BYTES]).is_err());
+        assert_eq!(tenant.names.alive(), 1);
+        one.do_publish(&key, "a", &[3; ADDRESS_BYTES]).unwrap();
+        assert_eq!(other.do_lookup(&key, "a", 10_000).unwrap(), [3; ADDRESS_BYTES]);
+    }
+
+    #[test]
+    fn a_look_up_of_what_nobody_publishes_ends_in_time_or_with_the_abort() {
+        let (mut s, key) = (instance(&tenant(1)), std::process::id().to_le_bytes());
+        assert!(s.do_lookup(&key, "nobody", 30).is_err());
+        let in_time = said(&mut s);
+        assert!(in_time.contains("nobody published `nobody` on this machine for 30 ms"), "{in_time}");
+        s.abort.abort("the user has changed his mind");
+        assert!(s.do_lookup(&key, "nobody", u32::MAX).is_err());
+        let aborted = said(&mut s);
+        assert!(aborted.contains("looking `nobody` up was aborted: the user has changed his mind"), "{aborted}");
+    }
+}

@@ -665,15 +665,11 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::bindings::neuron::hw::objects::HostCommunicator;
     use crate::limits::Limits;
-    use crate::nrt::RuntimeConfig;
-    use crate::tenant::Tenant;
-    use hw_bridge::device::{DeviceConfig, DeviceModel};
+    use crate::tenant::limited;
 
     /// An instance's state, with a communicator and a limit of sockets.
     fn instance(sockets: usize) -> (HostState, Resource<CommunicatorObject>) {
-        let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let limits = Limits { sockets, ..Limits::default() };
-        let tenant = Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, device).unwrap();
+        let tenant = limited(Limits { sockets, ..Limits::default() });
         let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
         let comm = s.create(0, 2).unwrap().unwrap();
         (s, comm)
@@ -738,15 +734,19 @@ mod tests {
         let (mut s, comm) = instance(3);
         let any = encode(&"127.0.0.1:0".parse().unwrap());
         let mut other = HostState::new(s.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
-        let refused = |s: &mut HostState| {
-            assert!(s.do_listen(&any, 100).is_err());
+        let full = |s: &mut HostState, refused: bool| {
             let said = s.take_causes().0.join("; ");
-            assert!(said.contains("asked for one more socket; limits.connections grants 3"), "{said}");
+            assert!(refused && said.contains("asked for one more socket; limits.connections grants 3"), "{said}");
+        };
+        let refused = |s: &mut HostState| {
+            let listens = s.do_listen(&any, 100).is_err();
+            full(s, listens);
         };
         // One in each instance, and one between two.
         let (conn, _far) = pair(&mut s);
         s.park(borrow(&comm), 0, conn).unwrap().unwrap();
         let listener = s.do_listen(&any, 100).unwrap();
+        s.park_listener(borrow(&comm), 1, listener).unwrap().unwrap();
         let others = other.do_listen(&any, 100).unwrap();
         refused(&mut s);
         refused(&mut other);
@@ -754,9 +754,13 @@ mod tests {
         other.remove(others).unwrap();
         assert!(other.do_listen(&[0; 3], 100).is_err());
         let others = other.do_listen(&any, 100).unwrap();
-        assert!(other.do_accept(&others, 0).unwrap().is_err());
-        refused(&mut other);
+        let accepts = other.do_accept(&others, 0).unwrap().is_err();
+        full(&mut other, accepts);
+        let there = other.local_address(borrow(&others)).unwrap();
+        let connects = other.do_connect(&there, 1000).is_err();
+        full(&mut other, connects);
         other.release();
+        let listener = s.unpark_listener(borrow(&comm), 1).unwrap().unwrap();
         s.remove(listener).unwrap();
         assert_eq!(s.tenant.sockets.alive(), 1);
         s.unpark(borrow(&comm), 0).unwrap().unwrap();
@@ -799,6 +803,37 @@ mod tests {
         let found = |_: &str, port| Ok(vec![SocketAddr::from(([10, 0, 0, 1], port))]);
         let (mut s, _comm) = instance(1);
         assert_eq!(s.do_resolve("a".into(), 7, 10_000, found).unwrap(), [encode(&"10.0.0.1:7".parse().unwrap())]);
+    }
+
+    /// Look-ups that outlive their askers hold threads: a tenant has a few, whichever of its instances asks.
+    #[test]
+    fn a_tenant_looks_few_names_up_at_a_time() {
+        let (mut s, _comm) = instance(1);
+        let mut other = HostState::new(s.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        let held = Arc::new(std::sync::Mutex::new(held));
+        let mute = || {
+            let held = held.clone();
+            move |_: &str, _| {
+                let _ = lock(&held).recv();
+                Ok(Vec::new())
+            }
+        };
+        for _ in 0..MAX_RESOLVING {
+            assert!(s.do_resolve("a".into(), 1, 60, mute()).is_err());
+        }
+        let said = s.take_causes().0.join("; ");
+        assert!(said.contains("looking up host name a took longer than 60 ms"), "{said}");
+        assert!(other.do_resolve("a".into(), 1, 60, mute()).is_err());
+        let said = other.take_causes().0.join("; ");
+        assert!(said.contains("4 host names are being looked up already"), "{said}");
+        drop(release);
+        let until = Instant::now() + Duration::from_secs(10);
+        while s.tenant.resolving.alive() > 0 {
+            assert!(Instant::now() < until, "look-ups that have ended still count");
+            std::thread::yield_now();
+        }
+        other.do_resolve("a".into(), 1, 10_000, |_, _| Ok(Vec::new())).unwrap();
     }
 
     #[test]

@@ -301,6 +301,10 @@ impl log::Host for HostState {
 mod tests {
     use super::*;
 
+    use crate::abort::AbortToken;
+    use crate::limits::Limits;
+    use crate::tenant::limited;
+
     #[test]
     fn a_mask_is_cut_to_the_cpus_of_the_process() {
         let mut own = CpuSet::new();
@@ -308,5 +312,23 @@ mod tests {
         assert_eq!(words(&within(&own, &[0b1110, 1 << 6]))[..2], [0b110, 1 << 6]);
         assert_eq!(within(&own, &[0b1001, 0, u64::MAX]).count(), 0);
         assert_eq!(words(&within(&own, &[u64::MAX; MASK_WORDS])), words(&own));
+    }
+
+    #[test]
+    fn a_mask_that_cannot_be_is_refused_and_so_is_one_without_a_cpu_of_the_process() {
+        let mut s = HostState::new(limited(Limits::default()), None, AbortToken::new().unwrap(), Some(0));
+        s.entry = BINDS;
+        let all = own_cpus();
+        let beyond = (0..CpuSet::MAX_CPU).rev().find(|cpu| !all.is_set(*cpu)).unwrap();
+        let mut others = vec![0; MASK_WORDS];
+        others[beyond / 64] |= 1 << (beyond % 64);
+        let size = "a CPU mask has 1 to 16 words and at least one CPU";
+        let none = "the CPU mask has none of the CPUs that this process was given";
+        let before = affinity::Host::get(&mut s).unwrap();
+        for (mask, why) in [(vec![], size), (vec![0], size), (vec![1; MASK_WORDS + 1], size), (others, none)] {
+            assert!(affinity::Host::set(&mut s, mask).unwrap().is_err());
+            assert_eq!(s.take_causes().0, [why]);
+        }
+        assert_eq!(affinity::Host::get(&mut s).unwrap(), before);
     }
 }

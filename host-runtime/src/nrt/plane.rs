@@ -247,12 +247,7 @@ impl Plane {
         if *expanded {
             return Ok(());
         }
-        // A neighbour that gave up waiting for this rank has said why; its connections would not.
-        let failed = endpoint.peer_controls().map(|c| c.state()).find(|(state, _)| *state == RankState::Failed);
-        if let Some((_, why)) = failed {
-            endpoint.fail(&why);
-            endpoint.usable()?;
-        }
+        self.heed_peers()?;
         let patience = Patience::operation(until);
         let connected = self
             .ask(Ask::Expand, patience)
@@ -269,6 +264,17 @@ impl Plane {
         Ok(())
     }
 
+    /// Fails with what a linked rank has said that gave up; its connections would not say it.
+    fn heed_peers(&self) -> Result<(), Error> {
+        let endpoint = &self.core.endpoint;
+        let failed = endpoint.peer_controls().map(|c| c.state()).find(|(state, _)| *state == RankState::Failed);
+        if let Some((_, why)) = failed {
+            endpoint.fail(&why);
+            endpoint.usable()?;
+        }
+        Ok(())
+    }
+
     /// Refuses a communicator with a rank that took no part in the swap which is in probation here: going back would leave that
     /// rank behind. The peers read why.
     ///
@@ -282,7 +288,8 @@ impl Plane {
         }
         let Some((left, (peer, pid))) = self.runtime.0.swaps.outsider(endpoint.peer_pids()) else { return Ok(()) };
         let what = format!(
-            "rank {} made no communicator with rank {peer}: its process (pid {pid}) took no part in the hot swap of tenant {} that is              in probation for another {left:?}, and could not go back with the others; join again after that",
+            "rank {} made no communicator with rank {peer}: its process (pid {pid}) took no part in the hot swap of tenant {} that is \
+             in probation for another {left:?}, and could not go back with the others; join again after that",
             core.rank, self.runtime.0.tenant.name
         );
         endpoint.fail(&what);
@@ -302,7 +309,7 @@ impl Plane {
             tracing::info!("private memory is staged in communicator {}: rank {rank} says: {why}", self.core.id);
         }
         let mine = [u8::from(can.is_ok())];
-        let all = self.all_gather(&mine, patience)?;
+        let all = self.all_gather(&mine, patience).or_else(|e| self.heed_peers().and(Err(e)))?;
         // A plugin's answer is an allegation. Ranks that it gives different ones differ in their op headers.
         self.direct.get_or_init(|| all.len() == n && all.iter().all(|can| *can == 1));
         Ok(())

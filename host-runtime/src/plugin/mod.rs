@@ -200,9 +200,7 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::error::Error;
     use crate::limits::Limits;
-    use crate::nrt::RuntimeConfig;
-    use crate::tenant::Tenant;
-    use hw_bridge::device::{DeviceConfig, DeviceModel};
+    use crate::tenant::{Tenant, limited};
 
     const CALLS_BACK: &str = r#"(component
         (import "callback" (func $callback))
@@ -239,8 +237,7 @@ mod tests {
             slots: OnceLock::new(),
             version: OnceLock::new(),
         });
-        let device = Arc::new(DeviceModel::new(DeviceConfig::default()).unwrap());
-        let tenant = Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, device).unwrap();
+        let tenant = limited(limits);
         let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
         (Instance::new(&library, state).unwrap(), tenant)
     }

@@ -198,6 +198,19 @@ mod tests {
     }
 
     #[test]
+    fn a_pause_has_a_longest_length() {
+        let (s, start) = (Supervisor::default(), Instant::now());
+        let limits = Limits { restarts: 100, ..LIMITS() };
+        // The pause of the 6th stop would be longer; that of the 40th is more than a number holds.
+        for stops in 1..=40 {
+            s.note("d", "p.wasm", &limits, "a trap", start);
+            let Err(Refusal::Pausing { left, .. }) = s.again("d", &limits, start) else { panic!("no pause") };
+            let doubled = Duration::from_secs(1 << (stops - 1).min(10));
+            assert_eq!(left, doubled.min(MAX_RESTART_PAUSE), "after {stops} stops");
+        }
+    }
+
+    #[test]
     fn stops_before_the_window_are_forgotten() {
         let (s, limits, start) = (Supervisor::default(), LIMITS(), Instant::now());
         for minute in 0..100 {

@@ -20,6 +20,7 @@
 //! | `fork` | forks; the child calls barrier; the parent says what the child said, then goes on |
 //! | `open` | says how many descriptors are open |
 //! | `direct` | says whether private memory is read directly |
+//! | `bind` | gives this thread all CPUs, has the plugin bind it to all, and says which it has then |
 //! | `host_loop:N` | broadcasts of N bytes of private memory for ever, each verified |
 //! | `deny_readv` | from here on the kernel refuses this thread process_vm_readv |
 //! | `gone:N` | rank 0 sends N bytes of private memory to rank 1, and the second half is not accessible |
@@ -41,6 +42,7 @@ use host_runtime::abort::AbortToken;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tests::events::{self, Events};
 
 mod sys {
@@ -306,6 +308,16 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
         }
         "direct" => {
             say(&format!("direct {}", comm.policy().direct));
+            Ok(())
+        }
+        "bind" => {
+            let mut all = CpuSet::new();
+            (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
+            sched_setaffinity(None, &all)?;
+            comm.set_affinity(Some(&[u64::MAX; 16]), -1)?;
+            let has = sched_getaffinity(None)?;
+            let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| has.is_set(*cpu)).collect();
+            say(&format!("bound to {cpus:?}"));
             Ok(())
         }
         "host_loop" => host_loop(comm, num(1)?),

@@ -232,6 +232,17 @@ fn idle_communicators_use_no_cpu_and_threads_inherit_the_affinity() {
     }
 }
 
+/// A plugin binds its caller's thread within the CPUs that the process had when its first tenant was opened, though the
+/// program has taken more since then.
+#[test]
+fn a_plugin_binds_a_thread_within_the_first_cpus_of_the_process() {
+    let mut command = std::process::Command::new("taskset");
+    command.args(["-c", "0", env!("CARGO_BIN_EXE_fault"), "bind"]);
+    let mut rank = Rank::start(command, 0, 1, &free_root(), &[]);
+    assert_eq!(rank.line("bound to"), "bound to [0]");
+    rank.good();
+}
+
 /// A signal every millisecond interrupts whatever system call runs, from before the runtime opens.
 #[test]
 fn a_storm_of_signals_disturbs_neither_init_nor_operations() {

@@ -753,6 +753,61 @@ mod tests {
         }
     }
 
+    /// All ranks of a group that has joined, for a test that goes from one to the other.
+    fn joined(n: usize, ms: u32) -> Vec<Group<StdSockets>> {
+        let (at, root) = started_root(n as u32, ms);
+        let ranks: Vec<_> = (0..n).map(|r| std::thread::spawn(move || join(at, r, n, ms).unwrap())).collect();
+        let all = ranks.into_iter().map(|t| t.join().unwrap()).collect();
+        root.join().unwrap().unwrap();
+        all
+    }
+
+    /// Whoever needed the rank that failed sees no more than a closed connection: what is behind it comes around the ring.
+    #[test]
+    fn a_connection_that_ends_while_links_are_made_is_traced_to_the_rank_that_failed() {
+        let s = &StdSockets;
+        for why in [Some("no memory for the control block"), None] {
+            let mut ranks = joined(3, 20_000);
+            let mut failed = ranks.remove(1);
+            let (code, said) = match why {
+                Some(why) => {
+                    failed.give_up(s, &Failure::new(Code::Other(4), why));
+                    (Code::Other(4), format!("rank 1 failed: {why}"))
+                }
+                None => (Code::Closed, "rank 1 closed its connection".to_string()),
+            };
+            drop(failed);
+            for g in ranks.iter_mut().rev() {
+                // Of this rank's own, or of another one already: that is the cause.
+                for own in [Failure::new(Code::Invalid, "own"), Failure::of_peer(Code::Closed, "own".into())] {
+                    assert_eq!(g.first_cause(s, own.clone()), own);
+                }
+                let e = g.first_cause(s, Failure::new(Code::Closed, "the peer refused the link"));
+                assert_eq!(e.code, code, "rank {}: {e}", g.rank);
+                assert!(e.text.contains(&said), "rank {}: {e}", g.rank);
+                g.give_up(s, &e);
+            }
+        }
+    }
+
+    /// Neither a connection that cannot be made nor one on which nothing comes hides that a rank before this one has failed.
+    #[test]
+    fn a_rank_that_fails_ends_what_others_send_and_receive_while_links_are_made() {
+        let s = &StdSockets;
+        let mut ranks = joined(3, 4_000);
+        let (mut last, mut failed, mut first) = (ranks.remove(2), ranks.remove(1), ranks.remove(0));
+        first.send_linking(s, 2, &[7; 5], "test").unwrap();
+        assert_eq!(last.recv_linking(s, 0, 5, "test").unwrap(), [7; 5]);
+        failed.give_up(s, &Failure::new(Code::Other(4), "no memory for the control block"));
+        drop(failed);
+        let e = last.recv_linking(s, 0, 5, "test").unwrap_err();
+        assert!(e.text.contains("rank 1 failed: no memory for the control block"), "{e}");
+        last.give_up(s, &e);
+        // Nobody listens there any more.
+        let e = first.send_linking(s, 1, &[7; 5], "test").unwrap_err();
+        assert!(e.text.contains("rank 1 failed: no memory for the control block"), "{e}");
+    }
+
     /// A predecessor that is through says so before the others are: its word is kept for the all-gather.
     #[test]
     fn a_rank_that_has_its_links_first_costs_the_others_nothing() {
