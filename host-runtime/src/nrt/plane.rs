@@ -336,6 +336,7 @@ impl Drop for Seat {
         let plane = &self.0;
         plane.left.store(true, Ordering::Release);
         plane.core.endpoint.close();
+        plane.runtime.0.swaps.leave(plane.core.id);
         let doors = &plane.runtime.0.doors;
         let inside = doors.enter("neuronFreeComm", plane.runtime.0.tenant.limits.entry);
         // A plugin that does not come back from it is stopped.

@@ -209,6 +209,18 @@ impl Swaps {
         state.planes.push(Arc::downgrade(plane));
     }
 
+    /// Lets go of what the plugin in probation had of a communicator that is left: nothing brings it back.
+    pub(crate) fn leave(&self, comm: u64) {
+        let mut state = lock(&self.state);
+        let kept = state.parked.as_mut().and_then(|p| {
+            let at = p.kept.iter().position(|(id, ..)| *id == comm)?;
+            Some(p.kept.swap_remove(at))
+        });
+        // Not under the lock: it ends an instance.
+        drop(state);
+        drop(kept);
+    }
+
     fn planes(&self) -> Vec<Arc<Plane>> {
         let planes = lock(&self.state).planes.clone();
         planes.iter().filter_map(Weak::upgrade).filter(|p| !p.left()).collect()

@@ -368,7 +368,6 @@ impl Part<'_> {
         drop(closed);
         let pause = began.elapsed();
         planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint());
-        drop(planes);
         let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone() };
         let goes = {
             let mut state = lock(&self.runtime.0.swaps.state);
@@ -383,6 +382,8 @@ impl Part<'_> {
         };
         // RETIRE, where there is no probation.
         drop(goes);
+        // Who left before it was parked found nothing to let go of.
+        planes.iter().filter(|(p, _)| p.left()).for_each(|(p, _)| self.runtime.0.swaps.leave(p.core().id));
         Ok(Outcome::Swapped { generation, pause, ended: self.ended.take() })
     }
 
