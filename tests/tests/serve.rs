@@ -271,6 +271,40 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     }
 }
 
+/// Waits until `done`.
+fn eventually(what: &str, done: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < HANG, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A swap waits for a communicator that the service is making: else one of its ranks would be the old plugin's.
+#[test]
+fn a_swap_waits_for_a_served_rank_that_joins() {
+    let tenant = &format!("joins{}", std::process::id());
+    let place = Place::new("joins", &[(tenant, &[0, 1], "")]);
+    let server = place.serve();
+    let root = format!("127.0.0.1:{}", free_port());
+    let [first, second] = [(); 2].map(|()| Runtime::open(place.client(tenant)).unwrap());
+    let join = |runtime: Runtime, rank| {
+        let options = CommOptions::with_root(root.clone(), rank, 2);
+        std::thread::spawn(move || runtime.init_comm(options).unwrap())
+    };
+    let before = calls(&server, tenant);
+    let first = join(first, 0);
+    eventually("rank 0 does not join", || calls(&server, tenant) > before);
+    let next = config().plugin.unwrap().canonicalize().unwrap().with_file_name("nccom-next.wasm");
+    let order = Order { quiesce: Duration::from_millis(300), ..Order::transport(tenant, next) };
+    let report = coordinate(&order).unwrap();
+    assert!(!report.committed && report.reason.contains("1 calls are inside the old plugin, or make"), "{report:?}");
+    let made = [first, join(second, 1)].map(|rank| rank.join().unwrap());
+    let report = coordinate(&order).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    assert!(made.iter().all(|comm| comm.query_info().is_ok()));
+}
+
 /// When the service is gone, operations go on, and control calls say what happened.
 #[test]
 fn data_planes_outlive_the_service() {

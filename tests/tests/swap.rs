@@ -471,6 +471,38 @@ fn force_ends_calls_only_when_nothing_else_is_in_the_way() {
     }
 }
 
+/// A rank that waits for others to join is inside the old plugin too, though it has no communicator yet.
+#[test]
+fn force_ends_the_making_of_a_communicator() {
+    let runtimes: Arc<[Mutex<Option<Runtime>>; 2]> = Arc::default();
+    let kept = runtimes.clone();
+    let job = Job::start_with("joining", 2, no_change, move |comm, op| {
+        if op == 0 {
+            *kept[comm.rank()].lock().unwrap() = Some(comm.runtime().clone());
+        }
+    });
+    let runtime = runtimes[1].lock().unwrap().take().unwrap();
+    let tenant = runtime.tenant().clone();
+    let before = tenant.counters.entries();
+    let options = CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 2);
+    let joins = std::thread::spawn(move || runtime.init_comm(options).unwrap_err().to_string());
+    let until = Instant::now() + HANG;
+    while tenant.counters.entries() == before {
+        assert!(Instant::now() < until);
+        std::thread::yield_now();
+    }
+    let file = build("joined-anew", &[]);
+    let order = Order { stateless: true, quiesce: Duration::from_millis(300), ..job.order(&file) };
+    job.refuses(&order, &["1 calls are inside the old plugin, or make a communicator"]);
+    let report = job.commits(&Order { force: true, ..order });
+    let Ok(Outcome::Swapped { ended, .. }) = &report.members[1].outcome else { panic!("{report:?}") };
+    assert_eq!(*ended, ["neuronInitGlobalComm of rank 0"], "{report:?}");
+    let e = joins.join().unwrap();
+    assert!(e.contains("a hot swap (--force"), "{e}");
+    drop(runtimes[0].lock().unwrap().take());
+    job.end();
+}
+
 /// Waits until a tenant has as many communicators.
 fn has_communicators(runtime: &Runtime, n: usize) {
     let until = Instant::now() + HANG;

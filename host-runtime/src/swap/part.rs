@@ -390,7 +390,9 @@ impl Part<'_> {
     /// Ends the calls that are inside the old plugin.
     fn end_calls(&self, candidate: &Candidate) {
         let why = format!("a hot swap (--force, number {:x}) ended the call", self.request.id);
-        self.ended.borrow_mut().extend(candidate.end_calls(&why));
+        let mut ended = self.ended.borrow_mut();
+        ended.extend(candidate.end_calls(&why));
+        ended.extend(self.runtime.0.swaps.end_joins(&why));
     }
 
     /// Says that this participant holds still, and waits for the decision.
