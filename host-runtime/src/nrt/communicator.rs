@@ -155,8 +155,7 @@ impl Communicator {
     /// [`Error::Entry`] (no transport between two ranks, say), [`Error::Stopped`], [`Error::Usage`] for a wrong plan.
     pub fn build_graph(&mut self) -> Result<(), Error> {
         // No swap comes between what is built and what is taken over.
-        let (doors, patience) = (&self.plane.runtime.0.doors, self.plane.runtime.0.tenant.limits.entry);
-        let _inside = doors.enter("neuronBuildGraphComm", patience)?;
+        let _inside = self.plane.enter("neuronBuildGraphComm", Patience::Usual)?;
         self.plane.ask(Ask::BuildGraph, Patience::Usual)?;
         self.plane.check_members()?;
         let plan = self.plane.check_plan(self.query_info()?)?;

@@ -188,6 +188,19 @@ impl Plane {
         *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control::Here(here);
     }
 
+    /// Passes the doors for a call with this patience: no swap comes until what is answered is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Frozen`].
+    pub(crate) fn enter(&self, entry: &'static str, patience: Patience) -> Result<Inside<'_>, Error> {
+        let inner = &self.runtime.0;
+        let most = match patience {
+            Patience::Usual => Duration::MAX,
+            Patience::Waits(until) | Patience::Operation(until) => until.saturating_duration_since(Instant::now()),
+        };
+        inner.doors.enter(entry, most.min(inner.tenant.limits.entry))
+    }
+
     /// Makes a control call.
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         if hw_bridge::fork::in_child() {
@@ -197,7 +210,7 @@ impl Plane {
         if let (Ask::Stopped, Control::Here(here)) = (&ask, self.who()) {
             return here.ask(ask, patience);
         }
-        let _inside = self.runtime.0.doors.enter("an entry of the library", self.runtime.0.tenant.limits.entry)?;
+        let _inside = self.enter("an entry of the library", patience)?;
         let answer = self.serving()?.ask(ask, patience);
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
         answer
@@ -231,15 +244,20 @@ impl Plane {
 
     /// Keeps the plan that the plugin has now, if it hands it out. A service does so by itself.
     pub(crate) fn keep_checkpoint(&self) {
-        // Whoever restores one has the lock; what it keeps is as good.
-        let Ok(mut kept) = self.checkpoint.try_lock() else { return };
-        if let Control::Here(here) = self.who() {
+        while let Control::Here(here) = self.who() {
+            // Whoever restores one has the lock; what it keeps is as good.
+            let Ok(mut kept) = self.checkpoint.try_lock() else { return };
             *kept = Checkpoint::take((&*here.instance, here.handle)).unwrap_or_else(|(why, without)| {
                 let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
                 tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
                 self.runtime.0.swaps.lost_checkpoint();
                 without
             });
+            drop(kept);
+            // A swap that did not wait for this call has put another one there, and found the lock taken.
+            if self.control().is_ok_and(|(now, _)| Arc::ptr_eq(&now, &here.instance)) {
+                return;
+            }
         }
     }
 
@@ -423,6 +441,19 @@ mod tests {
         let runtime = Runtime::open(c).unwrap();
         let rendezvous = Rendezvous::Id(runtime.unique_id(1).unwrap());
         (runtime, Joining { rendezvous, rank: 0, nranks: 1, on: None })
+    }
+
+    #[test]
+    fn a_call_waits_at_shut_doors_no_longer_than_its_deadline() {
+        let (runtime, joining) = alone();
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let _shut = runtime.0.doors.shut(Instant::now() + FREE_PATIENCE, false).unwrap();
+        for patience in [Patience::Waits, Patience::Operation] {
+            match seat.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))).unwrap_err() {
+                Error::Frozen { waited, .. } => assert!(waited < runtime.0.tenant.limits.entry, "{waited:?}"),
+                e => panic!("{e}"),
+            }
+        }
     }
 
     /// A swap that does not wait for a rank that joins leaves no communicator of the library before.

@@ -264,8 +264,10 @@ impl Worker<'_> {
             )),
             Request::Ask { ask, bound } => match &self.joined {
                 Some(plane) => {
-                    let plans = matches!(ask, Ask::BuildGraph | Ask::Expand);
-                    let answer = plane.ask(ask, bound.patience())?;
+                    let (plans, patience) = (matches!(ask, Ask::BuildGraph | Ask::Expand), bound.patience());
+                    // No swap comes between what is planned and what is kept of it.
+                    let _inside = plans.then(|| plane.enter("an entry of the library", patience)).transpose()?;
+                    let answer = plane.ask(ask, patience)?;
                     if plans {
                         plane.keep_checkpoint();
                     }
