@@ -10,16 +10,17 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use common::ranks::{Rank, start};
-use common::{config, free_port, world};
+use common::{PluginFile, config, free_port, plugin_file, world};
 use host_runtime::abort::AbortToken;
 use host_runtime::metrics::{FAMILIES, Usage};
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
-use host_runtime::swap::{Kind, Order, coordinate};
+use host_runtime::swap::{Kind, Order, Outcome, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
 use hw_bridge::share::Market;
 use tests::events::{self, Events};
+use tests::zoo;
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -51,6 +52,21 @@ impl Place {
             std::fs::write(dir.join("policies").join(format!("{tenant}.toml")), text).unwrap();
         }
         Place(dir)
+    }
+
+    /// Has a tenant's policy allow these plugins in the place of the others.
+    fn allow(&self, tenant: &str, files: &[&PluginFile]) {
+        let policy = self.0.join("policies").join(format!("{tenant}.toml"));
+        let directory = files[0].path().parent().unwrap().canonicalize().unwrap();
+        let name = |f: &&PluginFile| format!("{{ file = {:?} }}", f.path().file_name().unwrap());
+        let files: Vec<String> = files.iter().map(name).collect();
+        let plugins = |line: &str| match line.split(' ').next() {
+            Some("directory") => format!("directory = {directory:?}"),
+            Some("allow") => format!("allow = [{}]", files.join(", ")),
+            _ => line.into(),
+        };
+        let text: Vec<String> = std::fs::read_to_string(&policy).unwrap().lines().map(plugins).collect();
+        std::fs::write(policy, text.join("\n")).unwrap();
     }
 
     fn config(&self) -> ServeConfig {
@@ -285,6 +301,70 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     }
 }
 
+/// Waits until `done`.
+fn eventually(what: &str, done: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < HANG, "{what}");
+        std::thread::yield_now();
+    }
+}
+
+/// A swap waits for a communicator that the service is making: else one of its ranks would be the old plugin's.
+#[test]
+fn a_swap_waits_for_a_served_rank_that_joins() {
+    let tenant = &format!("joins{}", std::process::id());
+    let place = Place::new("joins", &[(tenant, &[0, 1], "")]);
+    let server = place.serve();
+    let root = format!("127.0.0.1:{}", free_port());
+    let [first, second] = [(); 2].map(|()| Runtime::open(place.client(tenant)).unwrap());
+    let join = |runtime: Runtime, rank| {
+        let options = CommOptions::with_root(root.clone(), rank, 2);
+        std::thread::spawn(move || runtime.init_comm(options).unwrap())
+    };
+    let before = calls(&server, tenant);
+    let first = join(first, 0);
+    eventually("rank 0 does not join", || calls(&server, tenant) > before);
+    let next = config().plugin.unwrap().canonicalize().unwrap().with_file_name("nccom-next.wasm");
+    let order = Order { quiesce: Duration::from_millis(300), ..Order::transport(tenant, next) };
+    let report = coordinate(&order).unwrap();
+    assert!(!report.committed && report.reason.contains("1 calls are inside the old plugin, or make"), "{report:?}");
+    let made = [first, join(second, 1)].map(|rank| rank.join().unwrap());
+    let report = coordinate(&order).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    assert!(made.iter().all(|comm| comm.query_info().is_ok()));
+}
+
+/// A swap comes before a plan is made or after it is kept for a restart: else the new plugin would be started again with the old one's.
+#[test]
+fn a_swap_waits_until_a_service_has_kept_a_plan() {
+    let tenant = &format!("keeps{}", std::process::id());
+    let core = zoo::built("nccom.core.wasm").unwrap();
+    let hangs = ("neuron:lifecycle/lifecycle@1.0.0#export-state", "(loop br 0) unreachable");
+    let [old, new] = [&[hangs][..], &[]]
+        .map(|edits| plugin_file("keeps", &zoo::described(&zoo::rewrite(&core, edits).unwrap()).unwrap()));
+    let place = Place::new("keeps", &[(tenant, &[0], "")]);
+    place.allow(tenant, &[&old, &new]);
+    let server = place.serve();
+    let runtime = Runtime::open(place.client(tenant)).unwrap();
+    let id = runtime.unique_id(1).unwrap();
+    let options = CommOptions { graph: false, ..CommOptions::with_id(id, 0, 1) };
+    let mut comm = runtime.init_comm(options).unwrap();
+    let entries = || server.tenants().next().unwrap().2.tenant().counters.entries();
+    let before = entries();
+    let builds = std::thread::spawn(move || comm.build_graph());
+    eventually("no plan is kept", || entries() == before + ["build-graph", "describe", "export-state"].len() as u64);
+    let order = Order { stateless: true, quiesce: Duration::from_millis(300), ..Order::transport(tenant, new.path()) };
+    let report = coordinate(&order).unwrap();
+    assert!(!report.committed && report.reason.contains("1 calls are inside the old plugin"), "{report:?}");
+    let report = coordinate(&Order { force: true, ..order }).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    let Ok(Outcome::Swapped { ended, .. }) = &report.members[0].outcome else { panic!("{report:?}") };
+    assert_eq!(*ended, ["export-state of communicator 1 of rank 0"]);
+    // The new plugin has no plan.
+    assert!(builds.join().unwrap().is_err());
+}
+
 /// When the service is gone, operations go on, and control calls say what happened.
 #[test]
 fn data_planes_outlive_the_service() {
@@ -322,10 +402,12 @@ fn leases_are_exclusive_and_within_the_policy() {
     assert!(e.contains("device memory is full") && e.contains("of 268435456 bytes"), "{e}");
     let t = comm.tensor(100).unwrap();
     t.write(0, &[7; 100]).unwrap();
-    for other in ["red", "blue"] {
-        let e = alone(other).unwrap_err().to_string();
-        assert!(e.contains("core 5 is leased to another runtime (tenant red, pid"), "{e}");
-    }
+    let e = alone("red").unwrap_err().to_string();
+    assert!(e.contains("core 5 is leased to another runtime (tenant red, pid"), "{e}");
+    // Whose it is, is no other tenant's business.
+    let e = alone("blue").unwrap_err().to_string();
+    assert!(e.contains("core 5 is leased to a runtime of another tenant, until"), "{e}");
+    assert!(!e.contains("pid") && !e.contains("tenant red"), "{e}");
     drop((t, comm));
     // The next one finds it zeroed.
     let next = alone("blue").unwrap();

@@ -471,6 +471,61 @@ fn force_ends_calls_only_when_nothing_else_is_in_the_way() {
     }
 }
 
+/// A rank that waits for others to join is inside the old plugin too, though it has no communicator yet.
+#[test]
+fn force_ends_the_making_of_a_communicator() {
+    let runtimes: Arc<[Mutex<Option<Runtime>>; 2]> = Arc::default();
+    let kept = runtimes.clone();
+    let job = Job::start_with("joining", 2, no_change, move |comm, op| {
+        if op == 0 {
+            *kept[comm.rank()].lock().unwrap() = Some(comm.runtime().clone());
+        }
+    });
+    let runtime = runtimes[1].lock().unwrap().take().unwrap();
+    let tenant = runtime.tenant().clone();
+    let before = tenant.counters.entries();
+    let options = CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 2);
+    let joins = std::thread::spawn(move || runtime.init_comm(options).unwrap_err().to_string());
+    let until = Instant::now() + HANG;
+    while tenant.counters.entries() == before {
+        assert!(Instant::now() < until);
+        std::thread::yield_now();
+    }
+    let file = build("joined-anew", &[]);
+    let order = Order { stateless: true, quiesce: Duration::from_millis(300), ..job.order(&file) };
+    job.refuses(&order, &["1 calls are inside the old plugin, or make a communicator"]);
+    let report = job.commits(&Order { force: true, ..order });
+    let Ok(Outcome::Swapped { ended, .. }) = &report.members[1].outcome else { panic!("{report:?}") };
+    assert_eq!(*ended, ["neuronInitGlobalComm of rank 0"], "{report:?}");
+    let e = joins.join().unwrap();
+    assert!(e.contains("a hot swap (--force"), "{e}");
+    drop(runtimes[0].lock().unwrap().take());
+    job.end();
+}
+
+/// Waits until a tenant has as many communicators.
+fn has_communicators(runtime: &Runtime, n: usize) {
+    let until = Instant::now() + HANG;
+    while runtime.tenant().communicators() != n {
+        assert!(Instant::now() < until, "{} communicators", runtime.tenant().communicators());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// The plugin before is kept for communicators that may go back to it, not for those that are gone.
+#[test]
+fn a_communicator_that_is_left_in_probation_is_gone() {
+    let job = Job::start("left", 2, no_change);
+    let file = build("outlived", &[]);
+    job.commits(&Order { probation: 10 * HANG, ..job.order(&file) });
+    let tenant = job.tenant.clone();
+    let comms = job.end();
+    let runtimes: Vec<Runtime> = comms.iter().map(|c| c.runtime().clone()).collect();
+    drop(comms);
+    runtimes.iter().for_each(|r| has_communicators(r, 0));
+    assert!(swap::status(&tenant).unwrap().iter().all(|s| s.probation.is_some()));
+}
+
 /// Who drops a communicator has left it for its peers, whatever a swap is doing with it.
 #[test]
 fn a_communicator_that_is_dropped_during_a_swap_is_left_at_once() {
@@ -478,7 +533,7 @@ fn a_communicator_that_is_dropped_during_a_swap_is_left_at_once() {
         c.swap_faults.push((Step::Freeze, Fault::Delay(Duration::from_secs(4))));
     });
     let file = build("dropping", &[]);
-    let order = job.order(&file);
+    let order = Order { probation: 10 * HANG, ..job.order(&file) };
     let swap = std::thread::spawn(move || coordinate(&order).unwrap());
     let under_way = || swap::status(&job.tenant).unwrap().iter().all(|s| s.swap.contains("swapping to"));
     let until = Instant::now() + HANG;
@@ -488,14 +543,18 @@ fn a_communicator_that_is_dropped_during_a_swap_is_left_at_once() {
     // All communicators have an instance of the new plugin by then.
     std::thread::sleep(Duration::from_millis(500));
     let mut stays = seconds[0].lock().unwrap().take().unwrap();
-    drop(seconds[1].lock().unwrap().take().unwrap());
+    let leaves = seconds[1].lock().unwrap().take().unwrap();
+    let runtime = leaves.runtime().clone();
+    drop(leaves);
     let e = stays.barrier().unwrap_err().to_string();
     assert!(e.contains("rank 1"), "{e}");
     assert!(under_way(), "the swap was over before rank 0 learned it");
-    // What was left is in nobody's way.
+    // What was left is in nobody's way, and is not kept in probation.
     let report = swap.join().unwrap();
     assert!(report.committed, "{}", report.reason);
+    has_communicators(&runtime, 1);
     job.goes_on();
+    drop(runtime);
     job.end();
 }
 

@@ -8,7 +8,7 @@ use hw_bridge::flight::{self, Counters};
 use hw_bridge::limits::LANES;
 
 use super::collectives::Engine;
-use super::control::{Answer, Ask, Here, Joined, Joining, Patience, Place};
+use super::control::{Answer, Ask, Joining, Patience, Place};
 use super::groups::Groups;
 use super::plane::Seat;
 use super::runtime::Runtime;
@@ -121,7 +121,6 @@ impl Communicator {
         let (rank, n) = (o.rank, o.nranks);
         runtime.collectives("neuronInitComm")?;
         let inner = &runtime.0;
-        let _inside = inner.doors.enter("neuronInitComm", inner.tenant.limits.entry)?;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
         hw_bridge::exhausted::room_for(descriptors(rank, n))
             .map_err(|why| Error::Limit(format!("rank {rank} of {n} cannot join: it {why}")))?;
@@ -131,13 +130,11 @@ impl Communicator {
                 .map_err(|source| Error::System { what: "making the abort event of a communicator".into(), source })?,
         };
         let joining = Joining { rendezvous: o.rendezvous, rank, nranks: n, on };
-        let Joined { control, core, info, place } = match &runtime.0.service {
-            Some(service) => service.join(runtime, &joining, &abort)?,
-            None => Here::join(runtime, &joining, &abort, None)?,
-        };
+        // No swap comes before its graph is built.
+        let (plane, place, _inside) = Seat::join(runtime, &joining, &abort, None)?;
+        let core = &plane.core;
         let lane =
             core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
-        let plane = Seat::take(runtime, core, place.core, control, info);
         let mut made = Communicator {
             engine: Engine::new(plane.clone(), lane, o.timeout.unwrap_or(inner.config.timeout)),
             plane,
@@ -158,8 +155,7 @@ impl Communicator {
     /// [`Error::Entry`] (no transport between two ranks, say), [`Error::Stopped`], [`Error::Usage`] for a wrong plan.
     pub fn build_graph(&mut self) -> Result<(), Error> {
         // No swap comes between what is built and what is taken over.
-        let (doors, patience) = (&self.plane.runtime.0.doors, self.plane.runtime.0.tenant.limits.entry);
-        let _inside = doors.enter("neuronBuildGraphComm", patience)?;
+        let _inside = self.plane.enter("neuronBuildGraphComm", Patience::Usual)?;
         self.plane.ask(Ask::BuildGraph, Patience::Usual)?;
         self.plane.check_members()?;
         let plan = self.plane.check_plan(self.query_info()?)?;

@@ -174,6 +174,7 @@ impl Here {
         let dev = place.device_info(runtime)?;
         let instance = loaded.instantiate(&inner.tenant, abort, Some(place.core))?;
         instance.peek(|s| s.client = client);
+        inner.swaps.joins(&instance, rank);
         let forward = &inner.forward;
         let made = match &j.rendezvous {
             Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,

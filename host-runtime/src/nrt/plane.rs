@@ -13,17 +13,19 @@ use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
 
 use super::communicator::bad;
-use super::control::{Answer, Ask, Control, Here, Patience};
+use super::control::{Answer, Ask, Control, Here, Joined, Joining, Patience, Place};
 use super::dump;
 use super::runtime::Runtime;
+use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
 use crate::enc::table::Policy;
 use crate::error::Error;
-use crate::hw::objects::CommCore;
+use crate::hw::objects::{Client, CommCore};
 use crate::limits::FREE_PATIENCE;
 use crate::plugin::{Instance, bounded};
 use crate::status::Status;
 use crate::swap::Checkpoint;
+use crate::swap::doors::Inside;
 use crate::tenant::lock;
 
 /// What the library planned for this rank, checked.
@@ -60,19 +62,29 @@ pub(crate) struct Plane {
 pub(crate) struct Seat(Arc<Plane>);
 
 impl Seat {
-    /// Makes the plane of a communicator that was joined, and has the swaps to come know it. `info` is what the library says
-    /// of the communicator before its graph is built.
-    pub(crate) fn take(
-        runtime: &Runtime,
-        core: Arc<CommCore>,
-        logical_core: i32,
-        control: Control,
-        info: CommInfo,
-    ) -> Arc<Seat> {
-        let plane = Arc::new(Plane {
+    /// Has a rank join a group, by the library here, for `client` if this is a service, or by the service; the swaps to come
+    /// know its plane. A swap waits for who is inside, which lasts until what is answered last is dropped.
+    ///
+    /// # Errors
+    /// The library's and the service's; [`Error::Frozen`]; [`Error::Group`] if a swap did not wait and put another library in
+    /// the place of the one that joined, of which the peers read too.
+    pub(crate) fn join<'a>(
+        runtime: &'a Runtime,
+        joining: &Joining,
+        abort: &AbortToken,
+        client: Option<Client>,
+    ) -> Result<(Arc<Seat>, Place, Inside<'a>), Error> {
+        const ENTRY: &str = "neuronInitComm";
+        let (inner, patience) = (&runtime.0, runtime.0.tenant.limits.entry);
+        let inside = inner.doors.enter(ENTRY, patience)?;
+        let Joined { control, core, info, place } = match &inner.service {
+            Some(service) => service.join(runtime, joining, abort)?,
+            None => Here::join(runtime, joining, abort, client)?,
+        };
+        let seat = Seat(Arc::new(Plane {
             runtime: runtime.clone(),
             core,
-            logical_core,
+            logical_core: place.core,
             control: RwLock::new(control),
             checkpoint: Mutex::default(),
             plan: RwLock::new(Arc::new(Plan { info, rings: Arc::default() })),
@@ -80,9 +92,29 @@ impl Seat {
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
             left: AtomicBool::new(false),
-        });
-        runtime.0.swaps.register(&plane);
-        Arc::new(Seat(plane))
+        }));
+        // A swap that goes on without this call has listed the planes to move.
+        inner.doors.settle(ENTRY, patience, || seat.register())??;
+        Ok((Arc::new(seat), place, inside))
+    }
+
+    /// Has the swaps to come know it.
+    fn register(&self) -> Result<(), Error> {
+        let Plane { runtime, core, .. } = &**self;
+        if let Control::Here(here) = self.who() {
+            let joined = here.instance.library();
+            if !runtime.0.forward.loaded().is_ok_and(|now| Arc::ptr_eq(&now.library, joined)) {
+                let what = format!(
+                    "rank {} made no communicator: a hot swap (--force) has replaced plugin {}, with which it joined; all \
+                     ranks are to join again",
+                    core.rank, joined.name
+                );
+                core.endpoint.fail(&what);
+                return Err(Error::Group { what, status: Status::FAILURE });
+            }
+        }
+        runtime.0.swaps.register(&self.0);
+        Ok(())
     }
 }
 
@@ -156,6 +188,19 @@ impl Plane {
         *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control::Here(here);
     }
 
+    /// Passes the doors for a call with this patience: no swap comes until what is answered is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Frozen`].
+    pub(crate) fn enter(&self, entry: &'static str, patience: Patience) -> Result<Inside<'_>, Error> {
+        let inner = &self.runtime.0;
+        let most = match patience {
+            Patience::Usual => Duration::MAX,
+            Patience::Waits(until) | Patience::Operation(until) => until.saturating_duration_since(Instant::now()),
+        };
+        inner.doors.enter(entry, most.min(inner.tenant.limits.entry))
+    }
+
     /// Makes a control call.
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         if hw_bridge::fork::in_child() {
@@ -165,7 +210,7 @@ impl Plane {
         if let (Ask::Stopped, Control::Here(here)) = (&ask, self.who()) {
             return here.ask(ask, patience);
         }
-        let _inside = self.runtime.0.doors.enter("an entry of the library", self.runtime.0.tenant.limits.entry)?;
+        let _inside = self.enter("an entry of the library", patience)?;
         let answer = self.serving()?.ask(ask, patience);
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
         answer
@@ -199,15 +244,20 @@ impl Plane {
 
     /// Keeps the plan that the plugin has now, if it hands it out. A service does so by itself.
     pub(crate) fn keep_checkpoint(&self) {
-        // Whoever restores one has the lock; what it keeps is as good.
-        let Ok(mut kept) = self.checkpoint.try_lock() else { return };
-        if let Control::Here(here) = self.who() {
+        while let Control::Here(here) = self.who() {
+            // Whoever restores one has the lock; what it keeps is as good.
+            let Ok(mut kept) = self.checkpoint.try_lock() else { return };
             *kept = Checkpoint::take((&*here.instance, here.handle)).unwrap_or_else(|(why, without)| {
                 let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
                 tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
                 self.runtime.0.swaps.lost_checkpoint();
                 without
             });
+            drop(kept);
+            // A swap that did not wait for this call has put another one there, and found the lock taken.
+            if self.control().is_ok_and(|(now, _)| Arc::ptr_eq(&now, &here.instance)) {
+                return;
+            }
         }
     }
 
@@ -343,6 +393,7 @@ impl Drop for Seat {
         let plane = &self.0;
         plane.left.store(true, Ordering::Release);
         plane.core.endpoint.close();
+        plane.runtime.0.swaps.leave(plane.core.id);
         let doors = &plane.runtime.0.doors;
         let inside = doors.enter("neuronFreeComm", plane.runtime.0.tenant.limits.entry);
         // A plugin that does not come back from it is stopped.
@@ -379,4 +430,69 @@ fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>
         rings.push(order[zero..].iter().chain(&order[..zero]).copied().collect());
     }
     Ok(rings)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+    use crate::nrt::{Rendezvous, RuntimeConfig};
+    use crate::swap::Swaps;
+
+    /// A runtime with the plugin that `cargo xtask guests` builds, and a group of one rank.
+    fn alone() -> (Runtime, Joining) {
+        let mut c = RuntimeConfig { control: false, hbm_bytes: 1 << 20, ..RuntimeConfig::default() };
+        c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
+        c.limits.entry = Duration::from_secs(20);
+        let runtime = Runtime::open(c).unwrap();
+        let rendezvous = Rendezvous::Id(runtime.unique_id(1).unwrap());
+        (runtime, Joining { rendezvous, rank: 0, nranks: 1, on: None })
+    }
+
+    #[test]
+    fn a_call_waits_at_shut_doors_no_longer_than_its_deadline() {
+        let (runtime, joining) = alone();
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let _shut = runtime.0.doors.shut(Instant::now() + FREE_PATIENCE, false).unwrap();
+        for patience in [Patience::Waits, Patience::Operation] {
+            match seat.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))).unwrap_err() {
+                Error::Frozen { waited, .. } => assert!(waited < runtime.0.tenant.limits.entry, "{waited:?}"),
+                e => panic!("{e}"),
+            }
+        }
+    }
+
+    /// A swap that does not wait for a rank that joins leaves no communicator of the library before.
+    #[test]
+    fn who_joined_with_a_library_that_was_replaced_meanwhile_has_no_communicator() {
+        let (runtime, joining) = alone();
+        let (doors, both) = (&runtime.0.doors, Barrier::new(2));
+        std::thread::scope(|s| {
+            let joins = s.spawn(|| {
+                let _inside = doors.enter("a call", Duration::ZERO).unwrap();
+                both.wait();
+                both.wait();
+                Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).map(|_| ())
+            });
+            both.wait();
+            let shut = doors.shut(Instant::now(), true).unwrap();
+            both.wait();
+            while runtime.tenant().communicators() == 0 && !joins.is_finished() {
+                std::thread::yield_now();
+            }
+            let plugin = runtime.config().plugin.clone().unwrap();
+            let new = crate::forward::load(runtime.tenant(), &plugin, &[]).unwrap();
+            runtime.0.forward.replace(new).unwrap();
+            drop(shut);
+            let e = joins.join().unwrap().unwrap_err().to_string();
+            assert!(e.contains("has replaced plugin nccom.wasm") && e.contains("are to join again"), "{e}");
+        });
+        assert!(Swaps::status(&runtime).ranks.is_empty());
+        // Who joins again has one.
+        let rendezvous = Rendezvous::Id(runtime.unique_id(1).unwrap());
+        let joining = Joining { rendezvous, ..joining };
+        let _made = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        assert_eq!(Swaps::status(&runtime).ranks, [(0, 1)]);
+    }
 }

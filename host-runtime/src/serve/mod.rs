@@ -117,39 +117,8 @@ struct Lessee {
     entered: Option<Entered>,
 }
 
-impl Cores {
-    /// Leases a core to a client, exclusively; answers its device memory, zeroed when it is leased first.
-    fn lease(&self, core: i32, to: &Arc<Lessee>, hbm_bytes: u64) -> Result<Arc<Hbm>, Error> {
-        let until = Instant::now() + LEAVING;
-        loop {
-            let mut all = lock(&self.0);
-            let holder = all.get(&core).and_then(Weak::upgrade).filter(|h| !Arc::ptr_eq(h, to));
-            let Some(holder) = holder else {
-                let mut memory = lock(&to.memory);
-                if let Some(hbm) = memory.get(&core) {
-                    return Ok(hbm.clone());
-                }
-                let hbm = Hbm::new(hbm_bytes)?;
-                memory.insert(core, hbm.clone());
-                all.insert(core, Arc::downgrade(to));
-                return Ok(hbm);
-            };
-            if Instant::now() >= until {
-                let (tenant, pid) = (&holder.tenant, holder.pid);
-                let what = format!(
-                    "logical core {core} is leased to another runtime (tenant {tenant}, pid {pid}), until it ends; a core \
-                     serves one at a time"
-                );
-                return Err(Error::Limit(what));
-            }
-            drop((all, holder));
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-}
-
 impl Hosted {
-    /// Leases a core of the tenant.
+    /// Leases a core of the tenant to a client, exclusively; answers its device memory, zeroed when it is leased first.
     fn lease(&self, core: i32, to: &Arc<Lessee>) -> Result<Arc<Hbm>, Error> {
         let devices = &self.policy.devices;
         self.runtime.tenant().may_use_core(core)?;
@@ -157,7 +126,41 @@ impl Hosted {
             let tenant = &self.policy.tenant;
             return Err(Error::Limit(format!("tenant {tenant} is granted no device memory (devices.hbm)")));
         }
-        self.cores.lease(core, to, devices.hbm.0)
+        let until = Instant::now() + LEAVING;
+        loop {
+            let mut all = lock(&self.cores.0);
+            let holder = all.get(&core).and_then(Weak::upgrade).filter(|h| !Arc::ptr_eq(h, to));
+            let Some(holder) = holder else {
+                let mut memory = lock(&to.memory);
+                if let Some(hbm) = memory.get(&core) {
+                    return Ok(hbm.clone());
+                }
+                let hbm = Hbm::new(devices.hbm.0)?;
+                memory.insert(core, hbm.clone());
+                all.insert(core, Arc::downgrade(to));
+                return Ok(hbm);
+            };
+            drop(all);
+            if Instant::now() >= until {
+                return Err(Error::Limit(self.leased(core, to, &holder)));
+            }
+            drop(holder);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Why a core is not leased to a client. Another tenant's processes are the operator's to know.
+    fn leased(&self, core: i32, to: &Lessee, holder: &Lessee) -> String {
+        let (tenant, pid) = (&holder.tenant, holder.pid);
+        self.log_refusal(&format!(
+            "pid {} asked for logical core {core}, which pid {pid} of tenant {tenant} has",
+            to.pid
+        ));
+        let whose = match *tenant == to.tenant {
+            true => format!("another runtime (tenant {tenant}, pid {pid})"),
+            false => "a runtime of another tenant".into(),
+        };
+        format!("logical core {core} is leased to {whose}, until it ends; a core serves one at a time")
     }
 
     /// Whether a process of this user is served.

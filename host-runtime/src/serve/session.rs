@@ -24,7 +24,7 @@ use crate::hw::objects::Client;
 use crate::limits::{MAX_HELLO_BYTES, MAX_REQUEST_BYTES, SERVICE_MESSAGE};
 use crate::message::{self, MessageError};
 use crate::nrt::Rendezvous;
-use crate::nrt::control::{Answer, Ask, Here, Joined, Joining, Place};
+use crate::nrt::control::{Answer, Ask, Joining, Place};
 use crate::nrt::plane::Seat;
 use crate::status::Status;
 use crate::tenant::lock;
@@ -266,8 +266,10 @@ impl Worker<'_> {
             )),
             Request::Ask { ask, bound } => match &self.joined {
                 Some(plane) => {
-                    let plans = matches!(ask, Ask::BuildGraph | Ask::Expand);
-                    let answer = plane.ask(ask, bound.patience())?;
+                    let (plans, patience) = (matches!(ask, Ask::BuildGraph | Ask::Expand), bound.patience());
+                    // No swap comes between what is planned and what is kept of it.
+                    let _inside = plans.then(|| plane.enter("an entry of the library", patience)).transpose()?;
+                    let answer = plane.ask(ask, patience)?;
                     if plans {
                         plane.keep_checkpoint();
                     }
@@ -310,12 +312,12 @@ impl Worker<'_> {
         let client = Client { owner, pidfd: lessee.pidfd.clone(), hbm };
         self.lessee = lessee;
         let joining = Joining { rendezvous, rank, nranks, on: Some(place) };
-        let Joined { control, core, info, place } = Here::join(runtime, &joining, self.abort, Some(client))?;
-        let comm = core.id;
+        let (plane, place, _inside) = Seat::join(runtime, &joining, self.abort, Some(client))?;
+        let core = &plane.core;
         let bytes = |s: &Segment| s.len() as u64;
-        let (block, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));
-        let plane = Seat::take(runtime, core, place.core, control, info.clone());
+        let (control, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));
+        let (comm, info) = (core.id, plane.plan().info.clone());
         self.joined = Some(plane);
-        Ok(Reply::Joined { comm, place, control: block, hbm, info: Answer::Info(Box::new(info)) })
+        Ok(Reply::Joined { comm, place, control, hbm, info: Answer::Info(Box::new(info)) })
     }
 }

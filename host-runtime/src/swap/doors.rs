@@ -3,7 +3,7 @@
 //! Data operations pass no door; they have gates of their own ([`hw_bridge::sequencer::Closed`]).
 
 use std::cell::Cell;
-use std::sync::{Condvar, Mutex};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
@@ -18,6 +18,8 @@ thread_local! {
 struct State {
     inside: usize,
     shut: bool,
+    /// Whoever holds them shut does not wait for those who are inside.
+    leaves: bool,
     /// Calls so far.
     entered: u64,
 }
@@ -60,26 +62,52 @@ impl Doors {
     /// # Errors
     /// [`Error::Frozen`].
     pub(crate) fn enter(&self, entry: &'static str, patience: Duration) -> Result<Inside<'_>, Error> {
-        let begun = Instant::now();
-        let mut state = lock(&self.state);
-        while state.shut && INSIDE.get() == 0 {
-            let left = patience.saturating_sub(begun.elapsed());
-            if left.is_zero() {
-                return Err(Error::Frozen { entry, waited: begun.elapsed() });
-            }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(|p| p.into_inner()).0;
-        }
+        let mut state = self.wait(entry, patience, |s| s.shut && INSIDE.get() == 0)?;
         state.inside += 1;
         state.entered += 1;
         INSIDE.set(INSIDE.get() + 1);
         Ok(Inside(self))
     }
 
+    /// Does `what` while no swap goes on without those who are inside: waits for the end of one that does, at most `patience`,
+    /// and no other begins to before it is done.
+    ///
+    /// # Errors
+    /// [`Error::Frozen`].
+    pub(crate) fn settle<R>(
+        &self,
+        entry: &'static str,
+        patience: Duration,
+        what: impl FnOnce() -> R,
+    ) -> Result<R, Error> {
+        let _held = self.wait(entry, patience, |s| s.leaves)?;
+        Ok(what())
+    }
+
+    /// The state, as soon as it does not hold `entry` up.
+    fn wait(
+        &self,
+        entry: &'static str,
+        patience: Duration,
+        held_up: impl Fn(&State) -> bool,
+    ) -> Result<MutexGuard<'_, State>, Error> {
+        let begun = Instant::now();
+        let mut state = lock(&self.state);
+        while held_up(&state) {
+            let left = patience.saturating_sub(begun.elapsed());
+            if left.is_zero() {
+                return Err(Error::Frozen { entry, waited: begun.elapsed() });
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(|p| p.into_inner()).0;
+        }
+        Ok(state)
+    }
+
     /// Shuts the doors and waits until nobody is inside, at most until `until`; with `leave` it does not wait for those who
     /// are. Answers how many were still inside when the time was over.
     pub(crate) fn shut(&self, until: Instant, leave: bool) -> Result<Shut<'_>, usize> {
         let mut state = lock(&self.state);
-        state.shut = true;
+        (state.shut, state.leaves) = (true, leave);
         let shut = Shut(self);
         while state.inside > 0 && !leave {
             let left = until.saturating_duration_since(Instant::now());
@@ -112,7 +140,9 @@ impl Drop for Inside<'_> {
 
 impl Drop for Shut<'_> {
     fn drop(&mut self) {
-        lock(&self.0.state).shut = false;
+        let mut state = lock(&self.0.state);
+        (state.shut, state.leaves) = (false, false);
+        drop(state);
         self.0.changed.notify_all();
     }
 }
@@ -148,6 +178,27 @@ mod tests {
             drop(shut);
             waits.join().unwrap().unwrap();
         });
+    }
+
+    #[test]
+    fn who_is_left_inside_settles_when_the_doors_open() {
+        let doors = Doors::default();
+        let _inside = doors.enter("joins", Duration::ZERO).unwrap();
+        assert_eq!(doors.settle("joins", Duration::ZERO, || 1).unwrap(), 1);
+        // One that waits for it must not be waited for.
+        std::thread::scope(|s| {
+            let shuts = s.spawn(|| doors.shut(Instant::now() + Duration::from_millis(50), false).map(drop));
+            while !lock(&doors.state).shut && !shuts.is_finished() {
+                std::thread::yield_now();
+            }
+            doors.settle("joins", Duration::ZERO, || ()).unwrap();
+            assert_eq!(shuts.join().unwrap().unwrap_err(), 1);
+        });
+        let shut = doors.shut(soon(), true).unwrap();
+        let e = doors.settle("joins", Duration::from_millis(5), || ()).unwrap_err().to_string();
+        assert!(e.contains("joins was not called"), "{e}");
+        drop(shut);
+        doors.settle("joins", Duration::ZERO, || ()).unwrap();
     }
 
     /// What an entry calls while it is inside must not wait for the doors that wait for it.

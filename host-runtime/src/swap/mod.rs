@@ -54,6 +54,7 @@ pub use coordinate::{Member, Order, Report, cancel, coordinate, status};
 
 use crate::nrt::Runtime;
 use crate::nrt::plane::Plane;
+use crate::plugin::Instance;
 use crate::tenant::lock;
 use candidate::Parked;
 
@@ -193,6 +194,8 @@ pub(crate) struct Swaps {
 #[derive(Debug, Default)]
 struct State {
     planes: Vec<Weak<Plane>>,
+    /// Instances that join a group, and the ranks as which.
+    joining: Vec<(Weak<Instance>, usize)>,
     current: Option<(Arc<Ballot>, String)>,
     parked: Option<Parked>,
     counts: Counts,
@@ -207,6 +210,36 @@ impl Swaps {
         let mut state = lock(&self.state);
         state.planes.retain(|p| p.strong_count() > 0);
         state.planes.push(Arc::downgrade(plane));
+        if let Ok((joined, _)) = plane.control() {
+            state.joining.retain(|(i, _)| i.as_ptr() != Arc::as_ptr(&joined));
+        }
+    }
+
+    /// Notes an instance that is about to join a group as `rank`, for a swap that does not wait for it.
+    pub(crate) fn joins(&self, instance: &Arc<Instance>, rank: usize) {
+        let mut state = lock(&self.state);
+        state.joining.retain(|(i, _)| i.strong_count() > 0);
+        state.joining.push((Arc::downgrade(instance), rank));
+    }
+
+    /// Ends the calls under way of instances that join a group; answers which.
+    fn end_joins(&self, why: &str) -> Vec<String> {
+        let joining: Vec<_> =
+            lock(&self.state).joining.iter().filter_map(|(i, rank)| Some((i.upgrade()?, *rank))).collect();
+        let ended = |(i, rank): &(Arc<Instance>, usize)| Some(format!("{} of rank {rank}", i.end_call(why)?));
+        joining.iter().filter_map(ended).collect()
+    }
+
+    /// Lets go of what the plugin in probation had of a communicator that is left: nothing brings it back.
+    pub(crate) fn leave(&self, comm: u64) {
+        let mut state = lock(&self.state);
+        let kept = state.parked.as_mut().and_then(|p| {
+            let at = p.kept.iter().position(|(id, ..)| *id == comm)?;
+            Some(p.kept.swap_remove(at))
+        });
+        // Not under the lock: it ends an instance.
+        drop(state);
+        drop(kept);
     }
 
     fn planes(&self) -> Vec<Arc<Plane>> {

@@ -369,7 +369,6 @@ impl Part<'_> {
         let pause = began.elapsed();
         crate::metrics::note(self.runtime);
         planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint());
-        drop(planes);
         let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone() };
         let goes = {
             let mut state = lock(&self.runtime.0.swaps.state);
@@ -384,13 +383,17 @@ impl Part<'_> {
         };
         // RETIRE, where there is no probation.
         drop(goes);
+        // Who left before it was parked found nothing to let go of.
+        planes.iter().filter(|(p, _)| p.left()).for_each(|(p, _)| self.runtime.0.swaps.leave(p.core().id));
         Ok(Outcome::Swapped { generation, pause, ended: self.ended.take() })
     }
 
     /// Ends the calls that are inside the old plugin.
     fn end_calls(&self, candidate: &Candidate) {
         let why = format!("a hot swap (--force, number {:x}) ended the call", self.request.id);
-        self.ended.borrow_mut().extend(candidate.end_calls(&why));
+        let mut ended = self.ended.borrow_mut();
+        ended.extend(candidate.end_calls(&why));
+        ended.extend(self.runtime.0.swaps.end_joins(&why));
     }
 
     /// Says that this participant holds still, and waits for the decision.
