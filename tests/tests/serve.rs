@@ -20,6 +20,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
 use hw_bridge::share::Market;
 use tests::events::{self, Events};
+use tests::zoo;
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -269,6 +270,40 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     for r in &ranks {
         assert_eq!((r.line().as_str(), r.line().as_str()), ("operations go on", "control calls go on"));
     }
+}
+
+/// The new plugin stops in a client's graph: the client ends its connection at once, and the service goes back all the same.
+#[test]
+fn a_served_tenant_goes_back_when_a_join_stops_the_new_plugin() {
+    let place = Place::new("probation", &[("tried", &[0], "")]);
+    // What the policy lists, with the second file as a build that traps.
+    let (first, directory) = (config().plugin.unwrap().canonicalize().unwrap(), place.0.join("plugins"));
+    let policy = place.0.join("policies").join("tried.toml");
+    let text = std::fs::read_to_string(&policy).unwrap();
+    let listed = format!("{:?}", first.parent().unwrap());
+    assert!(text.contains(&listed));
+    std::fs::write(&policy, text.replace(&listed, &format!("{directory:?}"))).unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    let (good, traps) = (directory.join("nccom.wasm"), directory.join("nccom-next.wasm"));
+    std::fs::copy(&first, &good).unwrap();
+    let edit = [("neuron:nccom/collectives#neuron-build-graph-comm", "unreachable")];
+    let core = zoo::rewrite(&zoo::built("nccom.core.wasm").unwrap(), &edit).unwrap();
+    std::fs::write(&traps, zoo::described(&core).unwrap()).unwrap();
+
+    let base = RuntimeConfig { plugin: Some(good), ..config() };
+    let server = Server::start(&ServeConfig { base, ..place.config() }).unwrap();
+    let report = coordinate(&Order { probation: HANG, ..Order::transport("tried", &traps) }).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    let client = Runtime::open(place.client("tried")).unwrap();
+    let joins = || client.init_comm(CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 1)).map(drop);
+    let e = joins().unwrap_err().to_string();
+    assert!(e.contains("unreachable"), "{e}");
+    let begun = Instant::now();
+    while server.tenants().next().unwrap().2.swaps().rolled_back == 0 {
+        assert!(begun.elapsed() < HANG, "the service does not go back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    joins().unwrap();
 }
 
 /// When the service is gone, operations go on, and control calls say what happened.

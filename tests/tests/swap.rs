@@ -82,6 +82,22 @@ const OTHER_RINGS: &str = "(local i32 i32 i32 i32 i32)
     (br 0)))
   (local.get 2)";
 
+/// A body that does not come back.
+const SPINS: &str = "(loop br 0) unreachable";
+
+/// Waits until all runtimes of a tenant have gone back; answers what they say of it.
+fn went_back(tenant: &str) -> Vec<String> {
+    let until = Instant::now() + HANG;
+    loop {
+        let all = swap::status(tenant).unwrap();
+        if all.iter().all(|s| s.counts.rolled_back == 1) {
+            return all.into_iter().map(|s| s.last).collect();
+        }
+        assert!(Instant::now() < until, "{all:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Ranks that reduce all the time, verifying every result.
 struct Job {
     tenant: String,
@@ -641,11 +657,7 @@ fn a_trap_in_probation_brings_the_old_plugin_back() {
     let order = Order { probation: HANG, ..job.order(&file) };
     let report = coordinate(&order).unwrap();
     assert!(report.committed, "{}", report.reason);
-    let until = Instant::now() + HANG;
-    while swap::status(&job.tenant).unwrap().iter().any(|s| s.counts.rolled_back == 0) {
-        assert!(Instant::now() < until, "{:?}", swap::status(&job.tenant));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    went_back(&job.tenant);
     job.goes_on();
     assert_eq!(job.serves(), (before.0, 2));
     for s in swap::status(&job.tenant).unwrap() {
@@ -656,6 +668,51 @@ fn a_trap_in_probation_brings_the_old_plugin_back() {
         comm.peer_device_id(0).unwrap();
         assert!(comm.control_stopped().is_none());
     }
+}
+
+/// Where no communicator has the instance that stopped: it was not made, it is gone, or the library itself was called.
+#[test]
+fn a_trap_in_probation_counts_wherever_it_was() {
+    for entry in ["neuron-init-global-comm", "neuron-build-graph-comm", "neuron-get-unique-id"] {
+        let tenant = tenant(entry);
+        let runtimes = [0; 2].map(|_| Runtime::open(RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap());
+        let uses = || {
+            runtimes[1].unique_id(1)?;
+            let root = format!("127.0.0.1:{}", free_port());
+            runtimes[1].init_comm(CommOptions::with_root(root, 0, 1)).map(drop)
+        };
+        let file = build(entry, &[(entry, "unreachable")]);
+        let report = coordinate(&Order { probation: HANG, ..Order::transport(&tenant, file.path()) }).unwrap();
+        assert!(report.committed, "{}", report.reason);
+        let e = uses().unwrap_err().to_string();
+        assert!(e.contains("unreachable"), "{e}");
+        for last in went_back(&tenant) {
+            let words = format!("stopped in pid {}: wasm trap: wasm `unreachable`", std::process::id());
+            assert!(last.contains("went back: the new plugin ") && last.contains(&words), "{last}");
+        }
+        uses().unwrap();
+    }
+}
+
+/// An instance that its own user's abort ended says nothing of the plugin.
+#[test]
+fn an_abort_in_probation_is_no_reason_to_go_back() {
+    let tenant = tenant("aborted");
+    let runtime = Runtime::open(RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap();
+    let file = build("ends-late", &[("neuron-get-peer-device-id", SPINS), ("neuron-get-unique-id", "unreachable")]);
+    let report = coordinate(&Order { probation: HANG, ..Order::transport(&tenant, file.path()) }).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    let comm = runtime.init_comm(CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 1)).unwrap();
+    comm.abort_token().abort("its user has had enough");
+    let e = comm.peer_device_id(0).unwrap_err().to_string();
+    assert!(e.contains("had enough") && comm.control_stopped().is_some(), "{e}");
+    // Time to go back, for who would.
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(swap::status(&tenant).unwrap()[0].probation.is_some());
+    let e = runtime.unique_id(1).unwrap_err().to_string();
+    assert!(e.contains("unreachable"), "{e}");
+    let said = went_back(&tenant);
+    assert!(said[0].contains("(in neuronGetUniqueId)"), "{said:?}");
 }
 
 /// A runtime that was opened since the swap has nothing to go back to, and keeps nobody from it. A communicator with it could

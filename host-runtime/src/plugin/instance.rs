@@ -137,9 +137,7 @@ impl Instance {
             let (_, limit) = store.data_mut().take_causes();
             let cause = limit
                 .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
-            let tenant = &store.data().tenant;
-            tenant.counters.trapped();
-            tenant.supervisor.stopped(library, &tenant.limits, &cause, Instant::now());
+            note_stop(library, store.data(), &cause);
             cause
         })?;
         store.data_mut().live = true;
@@ -286,16 +284,11 @@ impl Instance {
             Err(e) => {
                 let (causes, limit) = store.data_mut().take_causes();
                 let cause = limit.unwrap_or_else(|| cause_of(&e, store.data()));
-                self.tenant.counters.trapped();
+                let why = format!("{cause} (in {entry})");
+                note_stop(&self.library, store.data(), &why);
                 if self.tenant.may_log() {
                     tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
                 }
-                // A guest that its own user's abort, or a swap, ended has done nothing wrong.
-                if !store.data().abort.aborted() && store.data().unwanted.get().is_none() {
-                    let said = format!("{cause} (in {entry})");
-                    self.tenant.supervisor.stopped(&self.library, &self.tenant.limits, &said, Instant::now());
-                }
-                let why = format!("{cause} (in {entry})");
                 *lock(&self.ended) = Some(why.clone());
                 *stopped = Some(why);
                 store.data_mut().release();
@@ -327,6 +320,16 @@ impl Instance {
     /// Reads the store's state between calls.
     pub(crate) fn peek<R>(&self, f: impl FnOnce(&mut HostState) -> R) -> R {
         f(lock(&self.inner).store.data_mut())
+    }
+}
+
+/// Counts a stop of an instance of `library`.
+fn note_stop(library: &Library, state: &HostState, why: &str) {
+    let tenant = &state.tenant;
+    tenant.counters.trapped();
+    // A guest that its own user's abort, or a swap, ended has done nothing wrong.
+    if !state.abort.aborted() && state.unwanted.get().is_none() {
+        tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
     }
 }
 

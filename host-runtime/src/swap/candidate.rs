@@ -15,7 +15,7 @@ use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
 use crate::nrt::plane::{Plan, Plane};
-use crate::plugin::Instance;
+use crate::plugin::{Instance, Library};
 
 /// An instance and its handle of the communicator.
 pub(super) type Control = (Arc<Instance>, u32);
@@ -35,6 +35,10 @@ pub(crate) struct Parked {
     pub swap: u64,
     /// Processes of those that took part in it.
     pub pids: Vec<u32>,
+    /// The library that serves instead.
+    pub successor: Arc<Library>,
+    /// How often that had stopped before it served.
+    pub stops: u64,
 }
 
 impl Parked {

@@ -31,7 +31,6 @@ const CALM: Duration = Duration::from_millis(5);
 pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, stream: &UnixStream) {
     // Whoever asked may be gone; the others go on all the same.
     let _ = crate::message::send(stream, &Answer::Done, &[], Instant::now() + MESSAGE_PATIENCE);
-    let traps = runtime.0.tenant.counters.traps();
     let order = &request.order;
     let part = Part { runtime: &runtime, request, order, ballot, ended: RefCell::default() };
     /// However the thread ends, the others are not kept waiting, nor the next swap out.
@@ -67,12 +66,14 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
         ballot.set_pause(request.place, pause);
         tracing::info!(tenant = %runtime.0.tenant.name, swap = request.id, "{text}");
         state.last = text;
+        // The one that watches a probation may have waited for this.
+        state.threads.iter().for_each(|t| t.thread().unpark());
         state.parked.as_ref().is_some_and(|p| p.swap == request.id)
     };
     ballot.set_phase(request.place, Phase::Done);
     let _ = crate::message::send(stream, &outcome, &[], Instant::now() + MESSAGE_PATIENCE);
     if stays {
-        probation::watch(runtime, request.id, traps);
+        probation::watch(runtime, request.id);
     }
 }
 
@@ -364,12 +365,14 @@ impl Part<'_> {
             self.end_calls(&candidate);
         }
         let until = Instant::now() + order.probation;
+        let successor = candidate.loaded.library.clone();
+        let (stops, _) = self.runtime.0.tenant.supervisor.stops(&successor.digest);
         let (generation, loaded, kept) = candidate.commit(|| drop(self.at(Step::Exchange)))?;
         drop(closed);
         let pause = began.elapsed();
         planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint());
         drop(planes);
-        let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone() };
+        let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone(), successor, stops };
         let goes = {
             let mut state = lock(&self.runtime.0.swaps.state);
             let goes = state.parked.take();
