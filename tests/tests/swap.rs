@@ -84,6 +84,12 @@ const OTHER_RINGS: &str = "(local i32 i32 i32 i32 i32)
 
 /// A body that does not come back.
 const SPINS: &str = "(loop br 0) unreachable";
+/// `import-state` that does not come back when it is asked again. Its memory is what an instance remembers.
+const SPINS_AGAIN: &str = "(if (i32.ge_u (memory.size) (i32.const 64)) (then (loop br 0)))
+  (drop (memory.grow (i32.const 64)))
+  (call $original (local.get 0) (local.get 1) (local.get 2) (local.get 3))";
+/// What is said of an instance that did not come back in time.
+const LATE: &str = "the call went on after the deadline of its operation";
 
 /// Waits until all runtimes of a tenant have gone back; answers what they say of it.
 fn went_back(tenant: &str) -> Vec<String> {
@@ -252,6 +258,7 @@ fn a_plan_changes_nothing() {
     assert!(e.contains("nobody.at.all was not swapped: no runtime of that name"), "{e}");
     let e = swap::cancel(&job.tenant).unwrap_err().to_string();
     assert!(e.contains("no swap is under way"), "{e}");
+    job.refuses(&Order { force: true, ..job.order(&file) }, &["`force` needs `stateless`"]);
     job.end();
 }
 
@@ -344,6 +351,62 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
     let file = build("schema-9-again", &[("describe", SCHEMA_9)]);
     job.commits(&Order { stateless: true, ..job.order(&file) });
     job.end();
+}
+
+/// A plugin that does not come back from a life-cycle entry is ended when the time is over that a swap has for it, and not when
+/// its own limits end it.
+#[test]
+fn a_plugin_that_hangs_in_its_life_cycle_is_waited_for_no_longer_than_the_swap_may_take() {
+    let quick = Duration::from_millis(300);
+    let job = Job::start("spins", 2, no_change);
+    for entry in ["import-state", "resume", "neuron-get-comm-info"] {
+        let file = build(&format!("spins-in-{entry}"), &[(entry, SPINS)]);
+        job.refuses(
+            &Order { quiesce: quick, ..job.order(&file) },
+            &[LATE, "within 300ms: `quiesce` gives them longer"],
+        );
+    }
+    job.end();
+    let old = build("old-spins", &[("quiesce", SPINS)]);
+    let path: PathBuf = old.path().into();
+    let job = Job::start("old-spins", 2, |_, c| c.plugin = Some(path.clone()));
+    let file = build("after-spinning", &[]);
+    job.refuses(&Order { quiesce: quick, ..job.order(&file) }, &[LATE, "stateless"]);
+    job.commits(&Order { stateless: true, ..job.order(&file) });
+    for comm in job.end() {
+        assert!(comm.control_stopped().is_none());
+    }
+}
+
+/// The old plugin was called after it had exported, so it is all done again while operations stand.
+#[test]
+fn a_plugin_that_hangs_while_operations_stand_lets_them_go_on() {
+    let between = |_: usize, c: &mut RuntimeConfig| {
+        c.swap_faults.push((Step::Quiesce, Fault::Delay(Duration::from_millis(200))));
+    };
+    let job = Job::start_with("stands", 2, between, |comm, _| {
+        comm.query_info().unwrap();
+    });
+    let file = build("spins-again", &[("import-state", SPINS_AGAIN)]);
+    job.refuses(&Order { quiesce: Duration::from_millis(500), ..job.order(&file) }, &[LATE, "import-state"]);
+    job.end();
+}
+
+/// The plan that is kept for a restart has its time too: the calls into the library wait for it.
+#[test]
+fn a_new_plugin_that_hangs_over_its_plan_when_it_is_exchanged_goes_back() {
+    let job = Job::start("hangs-over-plan", 2, no_change);
+    let file = build("hangs-over-plan", &[("export-state", SPINS)]);
+    let order = Order { quiesce: Duration::from_millis(300), probation: HANG, ..job.order(&file) };
+    let report = coordinate(&order).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    for last in went_back(&job.tenant) {
+        assert!(last.contains(&format!("{LATE} (in export-state)")), "{last}");
+    }
+    job.goes_on();
+    for comm in job.end() {
+        comm.query_info().unwrap();
+    }
 }
 
 /// An old plugin that cannot hand over is replaced without; one that traps meanwhile takes nothing with it but itself.

@@ -25,8 +25,8 @@ thread_local! {
     static UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// Makes one call of an instance, whose waits end at `until`: the wrappers of the entries have the library's parameters and
-/// no more.
+/// Makes one call of an instance, or an instance, whose waits end at `until`: the wrappers of the entries have the library's
+/// parameters and no more.
 pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
     /// A call that was refused before it came to its instance, or panicked, has not taken it.
     struct Untaken;
@@ -127,7 +127,7 @@ impl Instance {
         let tenant = state.tenant.clone();
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
-        store.data_mut().begin_call("instantiate", None);
+        store.data_mut().begin_call("instantiate", UNTIL.take());
         let span = store.data().span.clone();
         let _logged = span.enter();
         let ticking = Ticking::start();
@@ -305,16 +305,21 @@ impl Instance {
         inside.filter(|_| self.unwanted.set(why.into()).is_ok())
     }
 
-    /// Type-checks an export without calling it.
+    /// Type-checks an export without calling it, after the call that is inside.
+    ///
+    /// # Errors
+    /// That it has another type; or that the call inside did not end in time.
     pub(crate) fn typed<P, R>(&self, index: &ComponentExportIndex) -> Result<(), String>
     where
         P: ComponentNamedList + Lower,
         R: Lift + wasmtime::component::ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
+        let _entered = self.enter("a check of its types", UNTIL.take()).map_err(|e| e.to_string())?;
         let mut inner = lock(&self.inner);
         let Inner { store, instance, .. } = &mut *inner;
-        instance.get_typed_func::<P, (R,)>(&mut *store, index).map(|_| ()).map_err(|e| root(&e))
+        let found = instance.get_typed_func::<P, (R,)>(&mut *store, index);
+        found.map(|_| ()).map_err(|e| format!("it has another type: {}", root(&e)))
     }
 
     /// Reads the store's state between calls.

@@ -267,7 +267,7 @@ impl Worker<'_> {
                     let plans = matches!(ask, Ask::BuildGraph | Ask::Expand);
                     let answer = plane.ask(ask, bound.patience())?;
                     if plans {
-                        plane.keep_checkpoint();
+                        plane.keep_checkpoint(None);
                     }
                     Ok(Reply::Answer(answer))
                 }

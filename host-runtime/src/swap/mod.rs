@@ -250,6 +250,11 @@ impl Swaps {
         if [order.timeout, order.quiesce, order.probation].into_iter().any(|t| t > LONGEST) {
             return Err(format!("a time-out and a probation are at most {LONGEST:?}"));
         }
+        if order.force && !order.stateless {
+            return Err(
+                "`force` needs `stateless`: a plugin whose calls are ended cannot be asked for its plans".into()
+            );
+        }
         if let Some((_, doing)) = &state.current {
             return Err(format!("another swap is under way ({doing}); one at a time"));
         }
