@@ -128,7 +128,7 @@ impl NetLibrary {
             .ok_or_else(|| format!("net plugin {} has no entry `{name}` in ncclNetPlugin_v6", self.library.name))?;
         instance
             .typed::<P, R>(&index)
-            .map_err(|e| format!("entry `{name}` of net plugin {} has another type: {e}", self.library.name))?;
+            .map_err(|e| format!("entry `{name}` of net plugin {}: {e}", self.library.name))?;
         instance.call::<P, R>(entry, &index, params).map(|r| r.0).map_err(|e| e.to_string())
     }
 }

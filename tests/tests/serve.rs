@@ -171,19 +171,25 @@ fn programs_of_tenants_take_turns_where_the_service_has_them_meet() {
         let all: Vec<u64> = server.tenants().map(|t| Usage::of(t.2).values[bytes]).collect();
         [all[0], all[1]]
     };
-    let (before, begun) = (moved(), Instant::now());
-    // Until they have had many turns. Each had half of them if they did not know of one another.
-    let [h, l] = loop {
-        let now = moved();
-        let [h, l] = [now[0] - before[0], now[1] - before[1]];
-        if h + l > 2 << 30 {
-            break [h, l];
+    // Each had half of what is moved if they did not know of one another; a stretch of time in which the machine is busy with
+    // something else proves nothing.
+    let begun = Instant::now();
+    loop {
+        let before = moved();
+        let [h, l] = loop {
+            let now = moved();
+            let [h, l] = [now[0] - before[0], now[1] - before[1]];
+            if h + l > 1 << 30 {
+                break [h, l];
+            }
+            assert!(begun.elapsed() < HANG, "{h} and {l} bytes");
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        if h > 3 * l {
+            break;
         }
-        assert!(begun.elapsed() < HANG, "{h} and {l} bytes in {HANG:?}");
-        std::thread::sleep(Duration::from_millis(10));
-    };
-    println!("heavy {h}, light {l}: {:.2}", h as f64 / l as f64);
-    assert!(h > l + l / 2, "{h} and {l} bytes, by weights of 1000 and 1");
+        assert!(begun.elapsed() < HANG, "{h} and {l} bytes, by weights of 1000 and 1");
+    }
     drop(light);
     let begun = Instant::now();
     while market.tenants() > 1 {
@@ -363,6 +369,40 @@ fn a_swap_waits_until_a_service_has_kept_a_plan() {
     assert_eq!(*ended, ["export-state of communicator 1 of rank 0"]);
     // The new plugin has no plan.
     assert!(builds.join().unwrap().is_err());
+}
+
+/// The new plugin stops in a client's graph: the client ends its connection at once, and the service goes back all the same.
+#[test]
+fn a_served_tenant_goes_back_when_a_join_stops_the_new_plugin() {
+    let place = Place::new("probation", &[("tried", &[0], "")]);
+    // What the policy lists, with the second file as a build that traps.
+    let (first, directory) = (config().plugin.unwrap().canonicalize().unwrap(), place.0.join("plugins"));
+    let policy = place.0.join("policies").join("tried.toml");
+    let text = std::fs::read_to_string(&policy).unwrap();
+    let listed = format!("{:?}", first.parent().unwrap());
+    assert!(text.contains(&listed));
+    std::fs::write(&policy, text.replace(&listed, &format!("{directory:?}"))).unwrap();
+    std::fs::create_dir(&directory).unwrap();
+    let (good, traps) = (directory.join("nccom.wasm"), directory.join("nccom-next.wasm"));
+    std::fs::copy(&first, &good).unwrap();
+    let edit = [("neuron:nccom/collectives#neuron-build-graph-comm", "unreachable")];
+    let core = zoo::rewrite(&zoo::built("nccom.core.wasm").unwrap(), &edit).unwrap();
+    std::fs::write(&traps, zoo::described(&core).unwrap()).unwrap();
+
+    let base = RuntimeConfig { plugin: Some(good), ..config() };
+    let server = Server::start(&ServeConfig { base, ..place.config() }).unwrap();
+    let report = coordinate(&Order { probation: HANG, ..Order::transport("tried", &traps) }).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    let client = Runtime::open(place.client("tried")).unwrap();
+    let joins = || client.init_comm(CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 1)).map(drop);
+    let e = joins().unwrap_err().to_string();
+    assert!(e.contains("unreachable"), "{e}");
+    let begun = Instant::now();
+    while server.tenants().next().unwrap().2.swaps().rolled_back == 0 {
+        assert!(begun.elapsed() < HANG, "the service does not go back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    joins().unwrap();
 }
 
 /// When the service is gone, operations go on, and control calls say what happened.

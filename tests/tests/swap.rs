@@ -82,6 +82,28 @@ const OTHER_RINGS: &str = "(local i32 i32 i32 i32 i32)
     (br 0)))
   (local.get 2)";
 
+/// A body that does not come back.
+const SPINS: &str = "(loop br 0) unreachable";
+/// `import-state` that does not come back when it is asked again. Its memory is what an instance remembers.
+const SPINS_AGAIN: &str = "(if (i32.ge_u (memory.size) (i32.const 64)) (then (loop br 0)))
+  (drop (memory.grow (i32.const 64)))
+  (call $original (local.get 0) (local.get 1) (local.get 2) (local.get 3))";
+/// What is said of an instance that did not come back in time.
+const LATE: &str = "the call went on after the deadline of its operation";
+
+/// Waits until all runtimes of a tenant have gone back; answers what they say of it.
+fn went_back(tenant: &str) -> Vec<String> {
+    let until = Instant::now() + HANG;
+    loop {
+        let all = swap::status(tenant).unwrap();
+        if all.iter().all(|s| s.counts.rolled_back == 1) {
+            return all.into_iter().map(|s| s.last).collect();
+        }
+        assert!(Instant::now() < until, "{all:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
 /// Ranks that reduce all the time, verifying every result.
 struct Job {
     tenant: String,
@@ -236,6 +258,7 @@ fn a_plan_changes_nothing() {
     assert!(e.contains("nobody.at.all was not swapped: no runtime of that name"), "{e}");
     let e = swap::cancel(&job.tenant).unwrap_err().to_string();
     assert!(e.contains("no swap is under way"), "{e}");
+    job.refuses(&Order { force: true, ..job.order(&file) }, &["`force` needs `stateless`"]);
     job.end();
 }
 
@@ -328,6 +351,62 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
     let file = build("schema-9-again", &[("describe", SCHEMA_9)]);
     job.commits(&Order { stateless: true, ..job.order(&file) });
     job.end();
+}
+
+/// A plugin that does not come back from a life-cycle entry is ended when the time is over that a swap has for it, and not when
+/// its own limits end it.
+#[test]
+fn a_plugin_that_hangs_in_its_life_cycle_is_waited_for_no_longer_than_the_swap_may_take() {
+    let quick = Duration::from_millis(300);
+    let job = Job::start("spins", 2, no_change);
+    for entry in ["import-state", "resume", "neuron-get-comm-info"] {
+        let file = build(&format!("spins-in-{entry}"), &[(entry, SPINS)]);
+        job.refuses(
+            &Order { quiesce: quick, ..job.order(&file) },
+            &[LATE, "within 300ms: `quiesce` gives them longer"],
+        );
+    }
+    job.end();
+    let old = build("old-spins", &[("quiesce", SPINS)]);
+    let path: PathBuf = old.path().into();
+    let job = Job::start("old-spins", 2, |_, c| c.plugin = Some(path.clone()));
+    let file = build("after-spinning", &[]);
+    job.refuses(&Order { quiesce: quick, ..job.order(&file) }, &[LATE, "stateless"]);
+    job.commits(&Order { stateless: true, ..job.order(&file) });
+    for comm in job.end() {
+        assert!(comm.control_stopped().is_none());
+    }
+}
+
+/// The old plugin was called after it had exported, so it is all done again while operations stand.
+#[test]
+fn a_plugin_that_hangs_while_operations_stand_lets_them_go_on() {
+    let between = |_: usize, c: &mut RuntimeConfig| {
+        c.swap_faults.push((Step::Quiesce, Fault::Delay(Duration::from_millis(200))));
+    };
+    let job = Job::start_with("stands", 2, between, |comm, _| {
+        comm.query_info().unwrap();
+    });
+    let file = build("spins-again", &[("import-state", SPINS_AGAIN)]);
+    job.refuses(&Order { quiesce: Duration::from_millis(500), ..job.order(&file) }, &[LATE, "import-state"]);
+    job.end();
+}
+
+/// The plan that is kept for a restart has its time too: the calls into the library wait for it.
+#[test]
+fn a_new_plugin_that_hangs_over_its_plan_when_it_is_exchanged_goes_back() {
+    let job = Job::start("hangs-over-plan", 2, no_change);
+    let file = build("hangs-over-plan", &[("export-state", SPINS)]);
+    let order = Order { quiesce: Duration::from_millis(300), probation: HANG, ..job.order(&file) };
+    let report = coordinate(&order).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    for last in went_back(&job.tenant) {
+        assert!(last.contains(&format!("{LATE} (in export-state)")), "{last}");
+    }
+    job.goes_on();
+    for comm in job.end() {
+        comm.query_info().unwrap();
+    }
 }
 
 /// An old plugin that cannot hand over is replaced without; one that traps meanwhile takes nothing with it but itself.
@@ -752,11 +831,7 @@ fn a_trap_in_probation_brings_the_old_plugin_back() {
     let order = Order { probation: HANG, ..job.order(&file) };
     let report = coordinate(&order).unwrap();
     assert!(report.committed, "{}", report.reason);
-    let until = Instant::now() + HANG;
-    while swap::status(&job.tenant).unwrap().iter().any(|s| s.counts.rolled_back == 0) {
-        assert!(Instant::now() < until, "{:?}", swap::status(&job.tenant));
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    went_back(&job.tenant);
     job.goes_on();
     assert_eq!(job.serves(), (before.0, 2));
     for s in swap::status(&job.tenant).unwrap() {
@@ -767,6 +842,51 @@ fn a_trap_in_probation_brings_the_old_plugin_back() {
         comm.peer_device_id(0).unwrap();
         assert!(comm.control_stopped().is_none());
     }
+}
+
+/// Where no communicator has the instance that stopped: it was not made, it is gone, or the library itself was called.
+#[test]
+fn a_trap_in_probation_counts_wherever_it_was() {
+    for entry in ["neuron-init-global-comm", "neuron-build-graph-comm", "neuron-get-unique-id"] {
+        let tenant = tenant(entry);
+        let runtimes = [0; 2].map(|_| Runtime::open(RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap());
+        let uses = || {
+            runtimes[1].unique_id(1)?;
+            let root = format!("127.0.0.1:{}", free_port());
+            runtimes[1].init_comm(CommOptions::with_root(root, 0, 1)).map(drop)
+        };
+        let file = build(entry, &[(entry, "unreachable")]);
+        let report = coordinate(&Order { probation: HANG, ..Order::transport(&tenant, file.path()) }).unwrap();
+        assert!(report.committed, "{}", report.reason);
+        let e = uses().unwrap_err().to_string();
+        assert!(e.contains("unreachable"), "{e}");
+        for last in went_back(&tenant) {
+            let words = format!("stopped in pid {}: wasm trap: wasm `unreachable`", std::process::id());
+            assert!(last.contains("went back: the new plugin ") && last.contains(&words), "{last}");
+        }
+        uses().unwrap();
+    }
+}
+
+/// An instance that its own user's abort ended says nothing of the plugin.
+#[test]
+fn an_abort_in_probation_is_no_reason_to_go_back() {
+    let tenant = tenant("aborted");
+    let runtime = Runtime::open(RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap();
+    let file = build("ends-late", &[("neuron-get-peer-device-id", SPINS), ("neuron-get-unique-id", "unreachable")]);
+    let report = coordinate(&Order { probation: HANG, ..Order::transport(&tenant, file.path()) }).unwrap();
+    assert!(report.committed, "{}", report.reason);
+    let comm = runtime.init_comm(CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 1)).unwrap();
+    comm.abort_token().abort("its user has had enough");
+    let e = comm.peer_device_id(0).unwrap_err().to_string();
+    assert!(e.contains("had enough") && comm.control_stopped().is_some(), "{e}");
+    // Time to go back, for who would.
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(swap::status(&tenant).unwrap()[0].probation.is_some());
+    let e = runtime.unique_id(1).unwrap_err().to_string();
+    assert!(e.contains("unreachable"), "{e}");
+    let said = went_back(&tenant);
+    assert!(said[0].contains("(in neuronGetUniqueId)"), "{said:?}");
 }
 
 /// A runtime that was opened since the swap has nothing to go back to, and keeps nobody from it. A communicator with it could

@@ -164,7 +164,7 @@ impl Communicator {
         if self.plane.linked_by_rings() {
             self.plane.agree_on_direct(Patience::Usual)?;
         }
-        self.plane.keep_checkpoint();
+        self.plane.keep_checkpoint(None);
         Ok(())
     }
 

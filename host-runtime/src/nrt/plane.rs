@@ -242,12 +242,12 @@ impl Plane {
         Ok(control.clone())
     }
 
-    /// Keeps the plan that the plugin has now, if it hands it out. A service does so by itself.
-    pub(crate) fn keep_checkpoint(&self) {
+    /// Keeps the plan that the plugin has now, if it hands it out, until `until` at the latest. A service does so by itself.
+    pub(crate) fn keep_checkpoint(&self, until: Option<Instant>) {
         while let Control::Here(here) = self.who() {
             // Whoever restores one has the lock; what it keeps is as good.
             let Ok(mut kept) = self.checkpoint.try_lock() else { return };
-            *kept = Checkpoint::take((&*here.instance, here.handle)).unwrap_or_else(|(why, without)| {
+            *kept = Checkpoint::take((&*here.instance, here.handle), until).unwrap_or_else(|(why, without)| {
                 let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
                 tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
                 self.runtime.0.swaps.lost_checkpoint();
@@ -310,7 +310,7 @@ impl Plane {
             _ => e,
         })?;
         *expanded = true;
-        self.keep_checkpoint();
+        self.keep_checkpoint(None);
         Ok(())
     }
 

@@ -25,8 +25,8 @@ thread_local! {
     static UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// Makes one call of an instance, whose waits end at `until`: the wrappers of the entries have the library's parameters and
-/// no more.
+/// Makes one call of an instance, or an instance, whose waits end at `until`: the wrappers of the entries have the library's
+/// parameters and no more.
 pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
     /// A call that was refused before it came to its instance, or panicked, has not taken it.
     struct Untaken;
@@ -127,7 +127,7 @@ impl Instance {
         let tenant = state.tenant.clone();
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
-        store.data_mut().begin_call("instantiate", None);
+        store.data_mut().begin_call("instantiate", UNTIL.take());
         let span = store.data().span.clone();
         let _logged = span.enter();
         let ticking = Ticking::start();
@@ -137,9 +137,7 @@ impl Instance {
             let (_, limit) = store.data_mut().take_causes();
             let cause = limit
                 .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
-            let tenant = &store.data().tenant;
-            tenant.counters.trapped();
-            tenant.supervisor.stopped(library, &tenant.limits, &cause, Instant::now());
+            note_stop(library, store.data(), &cause);
             cause
         })?;
         store.data_mut().live = true;
@@ -286,16 +284,11 @@ impl Instance {
             Err(e) => {
                 let (causes, limit) = store.data_mut().take_causes();
                 let cause = limit.unwrap_or_else(|| cause_of(&e, store.data()));
-                self.tenant.counters.trapped();
+                let why = format!("{cause} (in {entry})");
+                note_stop(&self.library, store.data(), &why);
                 if self.tenant.may_log() {
                     tracing::error!(tenant = %self.tenant.name, plugin = %self.library.name, entry, "plugin stopped: {cause}");
                 }
-                // A guest that its own user's abort, or a swap, ended has done nothing wrong.
-                if !store.data().abort.aborted() && store.data().unwanted.get().is_none() {
-                    let said = format!("{cause} (in {entry})");
-                    self.tenant.supervisor.stopped(&self.library, &self.tenant.limits, &said, Instant::now());
-                }
-                let why = format!("{cause} (in {entry})");
                 *lock(&self.ended) = Some(why.clone());
                 *stopped = Some(why);
                 store.data_mut().release();
@@ -312,21 +305,36 @@ impl Instance {
         inside.filter(|_| self.unwanted.set(why.into()).is_ok())
     }
 
-    /// Type-checks an export without calling it.
+    /// Type-checks an export without calling it, after the call that is inside.
+    ///
+    /// # Errors
+    /// That it has another type; or that the call inside did not end in time.
     pub(crate) fn typed<P, R>(&self, index: &ComponentExportIndex) -> Result<(), String>
     where
         P: ComponentNamedList + Lower,
         R: Lift + wasmtime::component::ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
+        let _entered = self.enter("a check of its types", UNTIL.take()).map_err(|e| e.to_string())?;
         let mut inner = lock(&self.inner);
         let Inner { store, instance, .. } = &mut *inner;
-        instance.get_typed_func::<P, (R,)>(&mut *store, index).map(|_| ()).map_err(|e| root(&e))
+        let found = instance.get_typed_func::<P, (R,)>(&mut *store, index);
+        found.map(|_| ()).map_err(|e| format!("it has another type: {}", root(&e)))
     }
 
     /// Reads the store's state between calls.
     pub(crate) fn peek<R>(&self, f: impl FnOnce(&mut HostState) -> R) -> R {
         f(lock(&self.inner).store.data_mut())
+    }
+}
+
+/// Counts a stop of an instance of `library`.
+fn note_stop(library: &Library, state: &HostState, why: &str) {
+    let tenant = &state.tenant;
+    tenant.counters.trapped();
+    // A guest that its own user's abort, or a swap, ended has done nothing wrong.
+    if !state.abort.aborted() && state.unwanted.get().is_none() {
+        tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
     }
 }
 

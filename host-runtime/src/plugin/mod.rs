@@ -271,6 +271,31 @@ mod tests {
         }
     }
 
+    /// It would wait for as long as that call takes.
+    #[test]
+    fn types_are_not_checked_behind_a_call_that_does_not_end_in_time() {
+        let (inside, entered) = std::sync::mpsc::channel();
+        let (done, checked) = std::sync::mpsc::channel::<()>();
+        let (inside, checked) = (Mutex::new(inside), Mutex::new(checked));
+        let (i, _) = instance(Limits::default(), move || {
+            inside.lock().unwrap().send(()).unwrap();
+            // It ends all the same if the check waits for it.
+            let _ = checked.lock().unwrap().recv_timeout(Duration::from_secs(20));
+        });
+        let index = i.library().component.get_export_index(None, "spin").unwrap();
+        std::thread::scope(|s| {
+            let calls = s.spawn(|| call(&i, "entry"));
+            entered.recv().unwrap();
+            let until = Instant::now() + Duration::from_millis(20);
+            let e = bounded(Some(until), || i.typed::<(), u32>(&index)).unwrap_err();
+            assert!(e.contains("another call has kept it busy"), "{e}");
+            done.send(()).unwrap();
+            calls.join().unwrap().unwrap();
+        });
+        let e = i.typed::<(), u32>(&index).unwrap_err();
+        assert!(e.starts_with("it has another type: "), "{e}");
+    }
+
     #[test]
     fn another_instance_may_be_entered_from_a_callback() {
         let (other, _) = instance(Limits::default(), || {});

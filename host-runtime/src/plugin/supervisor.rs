@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use super::Library;
@@ -14,11 +15,17 @@ use crate::tenant::lock;
 
 /// How often each plugin of one tenant stopped, by the digest of its file.
 #[derive(Debug, Default)]
-pub struct Supervisor(Mutex<HashMap<String, Record>>);
+pub struct Supervisor {
+    plugins: Mutex<HashMap<String, Record>>,
+    /// Unparked at each stop.
+    watcher: Mutex<Option<Thread>>,
+}
 
 #[derive(Debug, Default)]
 struct Record {
     name: String,
+    /// All stops so far.
+    count: u64,
     /// The stops of the last window, the oldest first.
     stops: VecDeque<Instant>,
     last: String,
@@ -69,9 +76,10 @@ impl Supervisor {
     }
 
     fn note(&self, digest: &str, name: &str, limits: &Limits, cause: &str, now: Instant) {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.plugins);
         let record = all.entry(digest.to_string()).or_default();
         record.name = name.to_string();
+        record.count += 1;
         record.last = cause.to_string();
         record.forget(limits, now);
         record.stops.push_back(now);
@@ -80,11 +88,25 @@ impl Supervisor {
             let stops = record.stops.len();
             tracing::error!(plugin = name, digest, stops, "plugin quarantined: {cause}");
         }
+        drop(all);
+        if let Some(thread) = &*lock(&self.watcher) {
+            thread.unpark();
+        }
+    }
+
+    /// How often instances of the plugin with this digest have stopped so far, and what stopped the last one.
+    pub(crate) fn stops(&self, digest: &str) -> (u64, String) {
+        lock(&self.plugins).get(digest).map_or_else(Default::default, |r| (r.count, r.last.clone()))
+    }
+
+    /// Has the calling thread unparked at each stop from now on, in the place of the one that asked for it before.
+    pub(crate) fn wake_me(&self) {
+        *lock(&self.watcher) = Some(std::thread::current());
     }
 
     /// Whether a further instance of `library` may be made.
     pub(crate) fn admit(&self, library: &Library, limits: &Limits) -> Result<(), Refusal> {
-        match lock(&self.0).get(&library.digest) {
+        match lock(&self.plugins).get(&library.digest) {
             Some(record) => record.check(limits),
             None => Ok(()),
         }
@@ -96,7 +118,7 @@ impl Supervisor {
     }
 
     fn again(&self, digest: &str, limits: &Limits, now: Instant) -> Result<(), Refusal> {
-        let mut all = lock(&self.0);
+        let mut all = lock(&self.plugins);
         let record = all.entry(digest.to_string()).or_default();
         record.forget(limits, now);
         record.check(limits)?;
@@ -114,7 +136,7 @@ impl Supervisor {
 
     /// All plugins that ever stopped.
     pub fn standing(&self) -> Vec<Standing> {
-        let all = lock(&self.0);
+        let all = lock(&self.plugins);
         let mut standing: Vec<Standing> = all
             .iter()
             .map(|(digest, r)| Standing {
@@ -219,5 +241,7 @@ mod tests {
             s.again("d", &limits, now + Duration::from_secs(1)).unwrap();
         }
         assert!(!s.standing()[0].quarantined);
+        // But they stay counted.
+        assert_eq!((s.stops("d"), s.stops("other").0), ((100, "a trap".into()), 0));
     }
 }

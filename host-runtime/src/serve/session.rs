@@ -271,7 +271,7 @@ impl Worker<'_> {
                     let _inside = plans.then(|| plane.enter("an entry of the library", patience)).transpose()?;
                     let answer = plane.ask(ask, patience)?;
                     if plans {
-                        plane.keep_checkpoint();
+                        plane.keep_checkpoint(None);
                     }
                     Ok(Reply::Answer(answer))
                 }

@@ -15,7 +15,10 @@ use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
 use crate::nrt::plane::{Plan, Plane};
-use crate::plugin::Instance;
+use crate::plugin::{Instance, Library, bounded};
+
+/// What the old plugin has at least for the call by which it serves on.
+const RESUMES: Duration = Duration::from_millis(500);
 
 /// An instance and its handle of the communicator.
 pub(super) type Control = (Arc<Instance>, u32);
@@ -35,6 +38,10 @@ pub(crate) struct Parked {
     pub swap: u64,
     /// Processes of those that took part in it.
     pub pids: Vec<u32>,
+    /// The library that serves instead.
+    pub successor: Arc<Library>,
+    /// How often that had stopped before it served.
+    pub stops: u64,
 }
 
 impl Parked {
@@ -87,8 +94,8 @@ impl Candidate {
         Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept })
     }
 
-    /// PREPARE: an instance for each communicator that has none yet; answers how many there are.
-    pub fn prepare(&mut self) -> Result<usize, String> {
+    /// PREPARE: an instance for each communicator that has none yet, made by `until`; answers how many there are.
+    pub fn prepare(&mut self, until: Instant) -> Result<usize, String> {
         for plane in self.runtime.0.swaps.planes() {
             if let Some(m) = self.moves.iter_mut().find(|m| Arc::ptr_eq(&m.plane, &plane)) {
                 // It may have been started again meanwhile.
@@ -101,8 +108,8 @@ impl Candidate {
                 Some((_, control, _)) => control.clone(),
                 None => {
                     let logical = Some(plane.logical_core());
-                    let instance = self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical);
-                    let instance = instance.map_err(|e| e.to_string())?;
+                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical);
+                    let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
                     instance.peek(|s| s.client = core.client().cloned());
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
@@ -116,22 +123,24 @@ impl Candidate {
         Ok(self.moves.len())
     }
 
-    /// What goes into the ballot.
-    pub fn vote(&self) -> Vote {
-        let wire = lifecycle::describe(&self.loaded.instance);
+    /// What goes into the ballot; the plugin has until `until` to say it.
+    pub fn vote(&self, until: Instant) -> Vote {
+        let wire = lifecycle::describe(&self.loaded.instance, Some(until));
         let wire = wire.map_or(0, |d| digest_words(d.wire_compat.as_bytes())[0]);
         Vote { digest: digest_words(self.loaded.library.digest.as_bytes()), wire }
     }
 
     /// EXPORT and IMPORT of one communicator after the other, and a look at what the new one plans. The doors are shut; when
-    /// they open, the old plugin serves on, and what was exported holds until it is called.
-    pub fn hand_over(&mut self) -> Result<(), String> {
+    /// they open, the old plugin serves on, and what was exported holds until it is called. Ends soon after `until`: an instance
+    /// that does not come back by then is stopped.
+    pub fn hand_over(&mut self, until: Instant, goes_on: impl Fn() -> Result<(), String>) -> Result<(), String> {
         if self.moves.is_empty() {
             return Ok(());
         }
         let about = |e: String| format!("{e}; `stateless` would leave the plans of the old plugin behind");
-        let new = lifecycle::describe(&self.loaded.instance).map_err(about)?;
-        let old = lifecycle::describe(&self.moves[0].old.0).map_err(about)?;
+        let by = Some(until);
+        let new = lifecycle::describe(&self.loaded.instance, by).map_err(about)?;
+        let old = lifecycle::describe(&self.moves[0].old.0, by).map_err(about)?;
         if old.wire_compat != new.wire_compat {
             return Err(about(format!(
                 "the connections that are handed over speak `{}` and the new plugin `{}`",
@@ -141,20 +150,21 @@ impl Candidate {
         fits(&old.schema_name, old.state_schema, &new).map_err(about)?;
         // A rank that has left may have freed its plan.
         for m in self.moves.iter_mut().filter(|m| !m.plane.left()) {
+            goes_on()?;
             let (id, rank) = (m.plane.core().id, m.plane.core().rank);
             let of = |e: String| format!("communicator {id} of rank {rank}: {e}");
             let before = (&*m.old.0, m.old.1);
-            lifecycle::quiesce(before).map_err(|e| about(of(e)))?;
+            lifecycle::quiesce(before, by).map_err(|e| about(of(e)))?;
             let held = (&*m.new.0, m.new.1);
             let forward = &self.runtime.0.forward;
-            let moved = lifecycle::export(before, &old).map_err(about).and_then(|plan| {
-                lifecycle::import(held, &new, &plan)?;
-                lifecycle::resume(held)?;
-                let info = forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
-                info.and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
+            let moved = lifecycle::export(before, by, &old).map_err(about).and_then(|plan| {
+                lifecycle::import(held, by, &new, &plan)?;
+                lifecycle::resume(held, by)?;
+                let info = || forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
+                bounded(by, info).and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
             });
             // Whatever came of it, it is called again as soon as the doors open.
-            let resumed = lifecycle::resume(before);
+            let resumed = lifecycle::resume(before, Some(until.max(Instant::now() + RESUMES)));
             m.plan = Some(Arc::new(moved.map_err(of)?));
             resumed.map_err(of)?;
         }

@@ -2,6 +2,7 @@
 //! which stopped.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::exported::Exported;
 use super::lifecycle;
@@ -14,16 +15,19 @@ use crate::plugin::Instance;
 pub(crate) struct Checkpoint(Option<Exported>);
 
 impl Checkpoint {
-    /// Between two calls of an instance; nothing if the plugin has no life-cycle interface.
+    /// Between two calls of an instance, until `until` at the latest; nothing if the plugin has no life-cycle interface.
     ///
     /// # Errors
     /// Why the plugin did not hand out its plan. If that stopped it, the error has a checkpoint without: a trap poisons the store,
     /// so what can be kept is only that there may be a new one.
-    pub(crate) fn take(held: lifecycle::Held<'_>) -> Result<Option<Checkpoint>, (String, Option<Checkpoint>)> {
+    pub(crate) fn take(
+        held: lifecycle::Held<'_>,
+        until: Option<Instant>,
+    ) -> Result<Option<Checkpoint>, (String, Option<Checkpoint>)> {
         if !lifecycle::offered(held.0) {
             return Ok(None);
         }
-        let plan = lifecycle::describe(held.0).and_then(|writer| lifecycle::export(held, &writer));
+        let plan = lifecycle::describe(held.0, until).and_then(|writer| lifecycle::export(held, until, &writer));
         let lost = |why| (why, held.0.stopped().map(|_| Checkpoint(None)));
         plan.map(|plan| Some(Checkpoint(Some(plan)))).map_err(lost)
     }
@@ -39,9 +43,9 @@ impl Checkpoint {
             .map_err(|_| Error::Bug("a fresh instance has no room for one handle".into()))?;
         let held = (&*instance, handle.rep());
         let Some(plan) = &self.0 else { return Ok((instance, handle.rep())) };
-        let taken = lifecycle::describe(held.0)
-            .and_then(|reader| lifecycle::import(held, &reader, plan))
-            .and_then(|()| lifecycle::resume(held));
+        let taken = lifecycle::describe(held.0, None)
+            .and_then(|reader| lifecycle::import(held, None, &reader, plan))
+            .and_then(|()| lifecycle::resume(held, None));
         match taken {
             Ok(()) => Ok((instance, handle.rep())),
             Err(why) => Err(instance.stop_error("import-state", why, Vec::new())),

@@ -31,13 +31,13 @@ pub struct Order {
     /// Leave the plans of the old plugin behind: for one that hangs or has stopped. Rings stay as they are; what needs the
     /// bootstrap's connections (groups, `bootstrap_*`) fails afterwards.
     pub stateless: bool,
-    /// Do not wait for calls that are inside the old plugin; they end with an error.
+    /// Do not wait for calls that are inside the old plugin; they end with an error. Needs `stateless`.
     pub force: bool,
     /// Only ask what would happen.
     pub dry: bool,
     /// Bound of everything before the ranks stand still.
     pub timeout: Duration,
-    /// Bound of standing still, and of shutting the control plane.
+    /// Bound of standing still, and of shutting the control plane; a plugin that is inside then has half a second more.
     pub quiesce: Duration,
     /// How long the old plugin stays beside the new one, to serve again if that stops.
     pub probation: Duration,

@@ -1,4 +1,8 @@
 //! The five entries of `neuron:lifecycle`, found by look-up: a plugin may be without.
+//!
+//! Each may be given a moment until which it has to come back, beside the tenant's limits: a swap holds others up meanwhile.
+
+use std::time::Instant;
 
 use wasmtime::component::{ComponentNamedList, ComponentType, Lift, Lower, Resource};
 
@@ -7,7 +11,7 @@ use crate::bindings::exports::neuron::lifecycle::lifecycle::Description;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::CommunicatorObject;
 use crate::limits::byte_list;
-use crate::plugin::Instance;
+use crate::plugin::{Instance, bounded};
 use crate::status::Status;
 
 const LIFECYCLE: &str = "neuron:lifecycle/lifecycle";
@@ -15,7 +19,7 @@ const LIFECYCLE: &str = "neuron:lifecycle/lifecycle";
 /// An instance, and its handle of a communicator.
 pub(crate) type Held<'a> = (&'a Instance, u32);
 
-fn call<P, R>(instance: &Instance, name: &'static str, params: P) -> Result<R, String>
+fn call<P, R>(instance: &Instance, until: Option<Instant>, name: &'static str, params: P) -> Result<R, String>
 where
     P: ComponentNamedList + Lower,
     R: Lift + ComponentType + 'static,
@@ -24,30 +28,35 @@ where
     let library = instance.library();
     let found = library.exported(LIFECYCLE).and_then(|i| library.function(&i, name));
     let index = found.ok_or_else(|| format!("{} has no `{name}` of {LIFECYCLE}", library.name))?;
-    instance.typed::<P, R>(&index).map_err(|e| format!("`{name}` of {} has another type: {e}", library.name))?;
-    instance.call::<P, R>(name, &index, params).map(|r| r.0).map_err(|e| e.to_string())
+    // A guest that is overdue before it begins would be ended for nothing.
+    if until.is_some_and(|until| until <= Instant::now()) {
+        return Err(format!("`{name}` of {} was not called: the time is over", library.name));
+    }
+    let typed = bounded(until, || instance.typed::<P, R>(&index));
+    typed.map_err(|e| format!("`{name}` of {}: {e}", library.name))?;
+    bounded(until, || instance.call::<P, R>(name, &index, params)).map(|r| r.0).map_err(|e| e.to_string())
 }
 
 fn asked<R>(held: Held<'_>, name: &'static str, answer: Result<Result<R, NrtStatus>, String>) -> Result<R, String> {
     answer?.map_err(|s| format!("`{name}` of {} answered {}", held.0.library().name, Status::from(&s)))
 }
 
-fn of_comm(held: Held<'_>, name: &'static str) -> Result<(), String> {
+fn of_comm(held: Held<'_>, until: Option<Instant>, name: &'static str) -> Result<(), String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
-    asked(held, name, call::<_, Result<(), NrtStatus>>(held.0, name, (comm,)))
+    asked(held, name, call::<_, Result<(), NrtStatus>>(held.0, until, name, (comm,)))
 }
 
 /// What a plugin says of itself.
-pub(crate) fn describe(instance: &Instance) -> Result<Description, String> {
-    call::<(), Description>(instance, "describe", ())
+pub(crate) fn describe(instance: &Instance, until: Option<Instant>) -> Result<Description, String> {
+    call::<(), Description>(instance, until, "describe", ())
 }
 
-pub(crate) fn quiesce(held: Held<'_>) -> Result<(), String> {
-    of_comm(held, "quiesce")
+pub(crate) fn quiesce(held: Held<'_>, until: Option<Instant>) -> Result<(), String> {
+    of_comm(held, until, "quiesce")
 }
 
-pub(crate) fn resume(held: Held<'_>) -> Result<(), String> {
-    of_comm(held, "resume")
+pub(crate) fn resume(held: Held<'_>, until: Option<Instant>) -> Result<(), String> {
+    of_comm(held, until, "resume")
 }
 
 /// Whether a plugin has the interface.
@@ -62,9 +71,10 @@ fn most(held: Held<'_>, entry: &str) -> usize {
 }
 
 /// The plan of a quiesced communicator. The plugin describes itself as `writer`.
-pub(crate) fn export(held: Held<'_>, writer: &Description) -> Result<Exported, String> {
+pub(crate) fn export(held: Held<'_>, until: Option<Instant>, writer: &Description) -> Result<Exported, String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
-    let state = asked(held, "export-state", call::<_, Result<Vec<u8>, NrtStatus>>(held.0, "export-state", (comm,)))?;
+    let answer = call::<_, Result<Vec<u8>, NrtStatus>>(held.0, until, "export-state", (comm,));
+    let state = asked(held, "export-state", answer)?;
     let most = most(held, "export-state");
     if state.len() > most {
         let (name, bytes) = (&held.0.library().name, state.len());
@@ -74,8 +84,14 @@ pub(crate) fn export(held: Held<'_>, writer: &Description) -> Result<Exported, S
 }
 
 /// Hands a plan to a plugin that describes itself as `reader`.
-pub(crate) fn import(held: Held<'_>, reader: &Description, plan: &Exported) -> Result<(), String> {
+pub(crate) fn import(
+    held: Held<'_>,
+    until: Option<Instant>,
+    reader: &Description,
+    plan: &Exported,
+) -> Result<(), String> {
     let (schema, state) = plan.open(reader, most(held, "import-state"))?;
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
-    asked(held, "import-state", call::<_, Result<(), NrtStatus>>(held.0, "import-state", (comm, schema, state)))
+    let answer = call::<_, Result<(), NrtStatus>>(held.0, until, "import-state", (comm, schema, state));
+    asked(held, "import-state", answer)
 }

@@ -13,7 +13,7 @@
 //! QUIESCE    gates close; all lanes of all ranks come to the boundary    yes     stands
 //!            the doors are shut; EXPORT again if the old one was called  no      stands
 //! COMMIT     by the ballot's word: table, instances, rings; gates open   -       flows
-//! PROBATION  the old library stays beside; a trap of the new one swaps back, everywhere
+//! PROBATION  the old library stays beside; a stop of the new one, in any instance, swaps back, everywhere
 //! RETIRE     the old library goes, its memory with it
 //! ```
 //!
@@ -43,7 +43,7 @@ mod part;
 mod probation;
 
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -188,7 +188,6 @@ pub enum Fault {
 #[derive(Debug, Default)]
 pub(crate) struct Swaps {
     state: Mutex<State>,
-    changed: Condvar,
 }
 
 #[derive(Debug, Default)]
@@ -284,6 +283,11 @@ impl Swaps {
         if [order.timeout, order.quiesce, order.probation].into_iter().any(|t| t > LONGEST) {
             return Err(format!("a time-out and a probation are at most {LONGEST:?}"));
         }
+        if order.force && !order.stateless {
+            return Err(
+                "`force` needs `stateless`: a plugin whose calls are ended cannot be asked for its plans".into()
+            );
+        }
         if let Some((_, doing)) = &state.current {
             return Err(format!("another swap is under way ({doing}); one at a time"));
         }
@@ -365,8 +369,9 @@ impl Swaps {
             }
             std::mem::take(&mut state.threads)
         };
-        self.changed.notify_all();
         for thread in threads {
+            // It may watch a probation.
+            thread.thread().unpark();
             // The last user of the runtime may have been such a thread.
             if thread.thread().id() != std::thread::current().id() {
                 // One that panicked has already reported.

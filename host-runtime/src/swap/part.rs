@@ -31,7 +31,6 @@ const CALM: Duration = Duration::from_millis(5);
 pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, stream: &UnixStream) {
     // Whoever asked may be gone; the others go on all the same.
     let _ = crate::message::send(stream, &Answer::Done, &[], Instant::now() + MESSAGE_PATIENCE);
-    let traps = runtime.0.tenant.counters.traps();
     let order = &request.order;
     let part = Part { runtime: &runtime, request, order, ballot, ended: RefCell::default() };
     /// However the thread ends, the others are not kept waiting, nor the next swap out.
@@ -67,12 +66,14 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
         ballot.set_pause(request.place, pause);
         tracing::info!(tenant = %runtime.0.tenant.name, swap = request.id, "{text}");
         state.last = text;
+        // The one that watches a probation may have waited for this.
+        state.threads.iter().for_each(|t| t.thread().unpark());
         state.parked.as_ref().is_some_and(|p| p.swap == request.id)
     };
     ballot.set_phase(request.place, Phase::Done);
     let _ = crate::message::send(stream, &outcome, &[], Instant::now() + MESSAGE_PATIENCE);
     if stays {
-        probation::watch(runtime, request.id, traps);
+        probation::watch(runtime, request.id);
     }
 }
 
@@ -158,10 +159,10 @@ impl Part<'_> {
         drop(parked);
         self.goes_on()?;
         self.at(Step::Prepare)?;
-        let communicators = candidate.prepare()?;
+        let communicators = candidate.prepare(until)?;
         self.check_peers(&candidate)?;
         if order.dry {
-            ballot.vote(request.place, candidate.vote());
+            ballot.vote(request.place, candidate.vote(until));
             self.all_voted(until)?;
             let (name, how) =
                 (&candidate.loaded.library.name, if order.stateless { "stateless" } else { "handed over" });
@@ -171,30 +172,42 @@ impl Part<'_> {
         let exported = self.hand_over(&mut candidate, until)?;
         self.goes_on()?;
         self.at(Step::Vote)?;
-        ballot.vote(request.place, candidate.vote());
+        ballot.vote(request.place, candidate.vote(until));
         self.all_voted(until)?;
         self.at(Step::Quiesce)?;
         self.exchange(candidate, exported)
     }
 
     /// FREEZE, EXPORT, IMPORT; answers how many calls had entered the old plugin then. The doors open again: until the ranks
-    /// stand still the old plugin serves, or an operation that comes after such a call would wait for it.
+    /// stand still the old plugin serves, or an operation that comes after such a call would wait for it. They are shut for
+    /// `quiesce`, at most until `until`.
     fn hand_over(&self, candidate: &mut Candidate, until: Instant) -> Result<u64, String> {
         let order = self.order;
         self.at(Step::Freeze)?;
-        let shut = self.shut(until.min(Instant::now() + order.quiesce))?;
+        let until = until.min(Instant::now() + order.quiesce);
+        let shut = self.shut(until)?;
         let _passing = Passing::begin();
         // Those that were made meanwhile.
-        candidate.prepare()?;
+        candidate.prepare(until)?;
         self.check_peers(candidate)?;
         self.at(Step::Export)?;
         if order.plugin.is_none() {
             candidate.take_up_again();
         } else if !order.stateless {
             self.at(Step::Import)?;
-            candidate.hand_over()?;
+            self.export(candidate, until)?;
         }
         Ok(shut.entered())
+    }
+
+    /// EXPORT and IMPORT, within `quiesce`, which is over at `until`.
+    fn export(&self, candidate: &mut Candidate, until: Instant) -> Result<(), String> {
+        candidate.hand_over(until, || self.goes_on()).map_err(|why| {
+            if why == GIVEN_UP || Instant::now() < until {
+                return why;
+            }
+            format!("{why}; plans are handed over within {:?}: `quiesce` gives them longer", self.order.quiesce)
+        })
     }
 
     fn shut(&self, until: Instant) -> Result<Shut<'_>, String> {
@@ -346,11 +359,11 @@ impl Part<'_> {
         }
         let shut = self.shut(until.min(Instant::now() + LAST_SHUT))?;
         let _passing = Passing::begin();
-        if candidate.prepare()? != planes.len() {
+        if candidate.prepare(until)? != planes.len() {
             return Err("a communicator was made while the ranks came to a stand; try again".into());
         }
         if shut.entered() != exported && order.plugin.is_some() && !order.stateless {
-            candidate.hand_over()?;
+            self.export(&mut candidate, until)?;
             if candidate.plans() != plans {
                 return Err("the new plugin planned other rings when it was asked again; try again".into());
             }
@@ -364,12 +377,15 @@ impl Part<'_> {
             self.end_calls(&candidate);
         }
         let until = Instant::now() + order.probation;
+        let successor = candidate.loaded.library.clone();
+        let (stops, _) = self.runtime.0.tenant.supervisor.stops(&successor.digest);
         let (generation, loaded, kept) = candidate.commit(|| drop(self.at(Step::Exchange)))?;
         drop(closed);
         let pause = began.elapsed();
         crate::metrics::note(self.runtime);
-        planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint());
-        let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone() };
+        let kept_by = Some(Instant::now() + order.quiesce);
+        planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint(kept_by));
+        let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone(), successor, stops };
         let goes = {
             let mut state = lock(&self.runtime.0.swaps.state);
             let goes = state.parked.take();

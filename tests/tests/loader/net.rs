@@ -223,7 +223,7 @@ fn a_net_plugin_that_misbehaves_fails_the_call_and_not_the_transport() {
     other_type.set("devices", Body::Trap);
     let (_folder, rt) = with(&other_type);
     assert_fits(
-        "…entry `devices` of net plugin net.wasm has another type: …",
+        "…entry `devices` of net plugin net.wasm: it has another type: …",
         &rt.unique_id(1).unwrap_err().to_string(),
     );
 }
