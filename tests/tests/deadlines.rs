@@ -92,21 +92,27 @@ fn the_deadline_of_a_first_operation_bounds_the_connecting() {
             }
             together.wait();
             let e = comm.within(deadline).barrier().unwrap_err();
+            // Nobody fails before all are here, or the others would wait for it.
+            held.wait();
+            let again = comm.barrier().unwrap_err().to_string();
             println!("rank {rank}: {e}");
-            // A rank that comes a little later is told by another.
             let late = matches!(e, Error::Connecting { .. });
-            assert_eq!(e.status(), if late { Status::TIMEOUT } else { Status::CLOSED }, "{e}");
-            let e = e.to_string();
-            assert!(e.contains("barrier on rank") && e.contains(&format!("timed out after {deadline:?}")), "{e}");
+            let (status, e) = (e.status(), e.to_string());
+            // One may hear at the last moment that another one's time is up, and then its own is, or not quite.
+            let told = e.contains("the bootstrap of the group ended: rank ");
+            if late || !told {
+                // A rank that comes a little later is told by another.
+                assert_eq!(status, if late { Status::TIMEOUT } else { Status::CLOSED }, "{e}");
+                assert!(e.contains("barrier on rank") && e.contains(&format!("timed out after {deadline:?}")), "{e}");
+            }
             // Ended by this deadline and no other, and by the library's own answer.
-            assert!(e.contains("the deadline of the operation has passed"), "{e}");
+            assert!(told || e.contains("the deadline of the operation has passed"), "{e}");
             assert_eq!(comm.control_stopped(), None);
             if !deadline.is_zero() {
                 assert!(e.contains("rank 2"), "{e}");
             }
-            held.wait();
-            let e = comm.barrier().unwrap_err().to_string();
-            assert!(e.contains("no longer usable"), "{e}");
+            assert!(!e.contains("closed its connection"), "{e}");
+            assert!(again.contains("no longer usable"), "{again}");
             late
         });
         assert!(late.contains(&true));

@@ -423,7 +423,9 @@ fn watch_prev<S: Sockets>(s: &S, prev: &S::Conn, heard: &mut Option<Header>, fro
         match s.recv(prev, Header::BYTES, 0) {
             Ok(b) => *heard = Some(Header::decode(&b)?),
             Err(e) if e.code == Code::Timeout => return Ok(()),
-            Err(e) => return Err(gone(from, e)),
+            Err(e) if e.code == Code::Closed => return Err(gone(from, e)),
+            // This rank's own: the operation's deadline has passed, say.
+            Err(e) => return Err(e),
         }
     }
     match heard {
