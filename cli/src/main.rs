@@ -173,6 +173,15 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// An error with its causes, each said once: some name theirs already.
+fn told(e: &anyhow::Error) -> String {
+    e.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said {
+        said if said.is_empty() => cause,
+        said if said.contains(&cause) => said,
+        said => format!("{said}: {cause}"),
+    })
+}
+
 fn main() -> ExitCode {
     match dispatch(Cli::parse()) {
         Ok(code) => code,
@@ -182,9 +191,23 @@ fn main() -> ExitCode {
             let unread = e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
             if !unread {
                 // Stderr may be gone as well.
-                let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("wccl: {e:#}\n").as_bytes());
+                let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("wccl: {}\n", told(&e)).as_bytes());
             }
             ExitCode::from(if usage { 2 } else { 1 })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let source = std::io::Error::from_raw_os_error(2);
+        let text = source.to_string();
+        let e = host_runtime::error::Error::System { what: "reading the policies in /none".into(), source };
+        let said = told(&anyhow::Error::from(e).context("serving"));
+        assert_eq!(said, format!("serving: reading the policies in /none: {text}"));
     }
 }
