@@ -8,9 +8,7 @@ use super::root::{hear_out, watch_root};
 use super::wire::{
     ANSWER_BYTES, Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal,
 };
-use super::{
-    Ends, LOOK_MS, Look, REASON_MS, Sockets, dial, expect, look, reason, recv_any, recv_message, send_message,
-};
+use super::{Ends, LOOK_MS, REASON_MS, Sockets, dial, expect, reason, recv_any, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
@@ -228,8 +226,11 @@ impl<S: Sockets> Group<S> {
         if let Some(told) = reason(s, prev, &mut self.heard, REASON_MS.min(self.timeout_ms)) {
             return told;
         }
-        match look(s, prev, &mut self.heard, MAX_REFUSAL, 0) {
-            Look::Gone => gone(self.before(), e),
+        let before = self.before();
+        match watch_prev(s, prev, &mut self.heard, before) {
+            Err(told) if told.origin.is_some() => told,
+            Err(ended) if ended.code == Code::Closed => gone(before, e),
+            // It is there, or this rank may not look any more.
             _ => e,
         }
     }
