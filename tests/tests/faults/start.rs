@@ -26,7 +26,7 @@ fn a_world_of_two_with_one_rank_says_who_is_missing() {
 }
 
 /// A plugin that does not load on one rank: that rank says why at once. It never reaches the group, so the others learn by
-/// their deadline who is missing; a launcher ends them at once (`wccl run`, see cli/tests/launch.rs).
+/// their deadline who is missing; a launcher ends them at once (`wccl run`, see cli/tests/program/launch.rs).
 #[test]
 fn a_rank_whose_plugin_does_not_load_says_why_and_is_missed_by_the_others() {
     let broken = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("broken-{}.wasm", std::process::id()));

@@ -1,14 +1,13 @@
 //! Ranks as processes: bootstrap over modelled servers, deaths, ranks that never come, and what is left behind.
 
-mod common;
-
 use std::collections::HashSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, spawn, start, start_at};
-use common::{config, free_port, world};
 use host_runtime::nrt::{CommOptions, Runtime};
+
+use crate::common::ranks::{Rank, spawn, start, start_at};
+use crate::common::{config, free_port, world};
 
 /// Small modelled servers: one trn1 accelerator of two cores each.
 const SMALL: [(&str, &str); 3] = [

@@ -1,22 +1,20 @@
 //! Tenants: what a policy grants, and that nothing else is had. A tenant that is refused does not disturb another in the same
 //! process.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
-use common::{bytes_of, free_port, values_of};
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::plugin::signing::SecretKey;
 use host_runtime::policy::Policy;
 use host_runtime::{DataType, ReduceOp};
-use tests::events::{self, Events};
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
+
+use crate::common::{bytes_of, free_port, plugin_file, values_of};
 
 /// A folder of plugins, gone when dropped.
 struct Folder(PathBuf);
@@ -57,7 +55,7 @@ impl Drop for Folder {
 
 fn open(policy: Arc<Policy>, plugin: impl AsRef<Path>) -> Runtime {
     let plugin = Some(plugin.as_ref().to_path_buf());
-    Runtime::open(RuntimeConfig { plugin, policy: Some(policy), ..common::config() }).unwrap()
+    Runtime::open(RuntimeConfig { plugin, policy: Some(policy), ..crate::common::config() }).unwrap()
 }
 
 fn refusals(rt: &Runtime) -> BTreeMap<&'static str, u64> {
@@ -134,7 +132,7 @@ fn a_plugin_comes_from_its_tenants_directory_under_a_listed_name() {
     }
     // The net plugin goes the same way; that it is refused is a soft failure, and counted.
     let net_plugin = Some(outside.0.join("plugin.wasm"));
-    let config = RuntimeConfig { plugin: Some("plugin.wasm".into()), net_plugin, ..common::config() };
+    let config = RuntimeConfig { plugin: Some("plugin.wasm".into()), net_plugin, ..crate::common::config() };
     let rt = Runtime::open(RuntimeConfig { policy: Some(policy()), ..config }).unwrap();
     assert!(rt.load_error().is_none() && refusals(&rt)["plugins.allow"] == 1);
 }
@@ -187,7 +185,7 @@ fn a_pinned_or_signed_plugin_is_the_one_that_was_meant() {
 fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let reached = port.local_addr().unwrap().port();
-    let (listened, topo) = (free_port(), common::plugin_file("topology", b"<system/>"));
+    let (listened, topo) = (free_port(), plugin_file("topology", b"<system/>"));
     let plugin = driver(|p| {
         let (set, at) = loopback(reached);
         let connect = format!("{set} (call $sockets.connect {at} (i32.const 5000) (i32.const {REPLY}))");
@@ -214,7 +212,7 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     let all = "[devices]\ncores = [0, 1]\nhbm = \"64 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.0/8:*\"]\n[files]\nread = [\"NCCL_TOPO_FILE\"]";
     let opened = |tenant: &str, more: &str| {
         let policy = Some(folder.policy(tenant, &format!("{ONE}\n{more}")));
-        let mut config = RuntimeConfig { plugin: Some("plugin.wasm".into()), policy, ..common::config() };
+        let mut config = RuntimeConfig { plugin: Some("plugin.wasm".into()), policy, ..crate::common::config() };
         config.vars.insert("NCCL_TOPO_FILE".into(), topo.path().to_str().unwrap().into());
         let rt = Runtime::open(config).unwrap();
         assert!(rt.load_error().is_none(), "{}", rt.load_error().unwrap().sentinel);
@@ -325,9 +323,7 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
 /// instance stopped, and that they ended.
 #[test]
 fn lines_about_tasks_are_tagged_and_within_the_rate() {
-    static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
-    let keep = |e: &tracing::Event<'_>| LINES.lock().unwrap().push(events::fields(e));
-    tracing::subscriber::set_global_default(Events(tracing::Level::INFO, keep)).unwrap();
+    crate::keep_log();
     let plugin = driver(|p| {
         let (line, printed) = (p.text("a line of its own"), p.text("a line for the kernel"));
         let prints = format!("(call $nec.nec-ndl-printk {printed} (i32.const 0))");
@@ -348,12 +344,8 @@ fn lines_about_tasks_are_tagged_and_within_the_rate() {
             }
         }
         assert_eq!(rt.tenant().counters.tasks(), tasks);
-        let lines = LINES.lock().unwrap().clone();
-        let with = |words: &[&str]| {
-            let of = format!(" tenant={tenant}");
-            let has = |l: &&String| l.contains(&of) && words.iter().all(|w| l.contains(w));
-            lines.iter().filter(has).count() as u64
-        };
+        let lines = crate::logged(&[&format!(" tenant={tenant}")]);
+        let with = |words: &[&str]| lines.iter().filter(|l| words.iter().all(|w| l.contains(w))).count() as u64;
         let seen = [
             with(&["a line of its own"]),
             with(&["a line for the kernel"]),

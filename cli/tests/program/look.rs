@@ -1,12 +1,11 @@
 //! `wccl top` and `wccl info`: what an operator asks of ranks and of the machine.
 
-mod common;
-
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{has, said, wccl};
 use serde_json::Value;
+
+use crate::common::{has, said, wccl};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(60);

@@ -1,16 +1,12 @@
 //! The service: tenants' processes that move data through memory it grants, and everything that may go wrong between them.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, start};
-use common::{PluginFile, config, free_port, plugin_file, world};
 use host_runtime::abort::AbortToken;
 use host_runtime::metrics::{FAMILIES, Usage};
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
@@ -19,8 +15,10 @@ use host_runtime::swap::{Kind, Order, Outcome, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
 use hw_bridge::share::Market;
-use tests::events::{self, Events};
 use tests::zoo;
+
+use crate::common::ranks::{Rank, start};
+use crate::common::{PluginFile, config, free_port, plugin_file, world};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -517,12 +515,7 @@ fn another_user_and_another_tenants_socket_are_refused() {
 /// Strangers who come again and again get their answer, and fill neither the log nor the tenant's connections.
 #[test]
 fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
-    static LINES: AtomicUsize = AtomicUsize::new(0);
-    let count = |e: &tracing::Event<'_>| {
-        let named = events::message(e).contains("one of tenant flooded");
-        LINES.fetch_add(usize::from(named), Ordering::Relaxed);
-    };
-    tracing::subscriber::set_global_default(Events(tracing::Level::WARN, count)).unwrap();
+    crate::keep_log();
     let me = rustix::process::geteuid().as_raw();
     let place = Place::new("crowd", &[("flooded", &[0], "[service]\nclients = 1\n")]);
     static STRANGE: AtomicBool = AtomicBool::new(true);
@@ -537,7 +530,7 @@ fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
         let e = refusal(&place.socket("flooded"), config());
         assert!(e.contains(&format!("user {} is not one of tenant flooded", me + 1)), "{e}");
     }
-    let lines = LINES.load(Ordering::Relaxed);
+    let lines = crate::logged(&["one of tenant flooded"]).len();
     let most = hw_bridge::limits::REFUSALS_LOGGED as usize * (begun.elapsed().as_secs() as usize + 2);
     assert!((1..=most.min(crowd - 1)).contains(&lines), "{lines} lines, {most} may be");
     STRANGE.store(false, Ordering::Relaxed);
