@@ -297,7 +297,7 @@ fn tenants() -> Result<Tenants> {
     let driven = open(&folder.join("driven"), &interpreter(own)?, "driven", &limits)?;
     driven.unique_id(1)?;
     let honest = open(&folder.join("honest"), &Plugin::lone_rank()?, "honest", "")?;
-    let honest = honest.init_comm(CommOptions::with_id([0; 128], 0, 1))?;
+    let honest = honest.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
     Ok(Tenants { driven, honest })
 }
 
@@ -318,7 +318,7 @@ fn run(tenants: &Tenants, script: &[u8]) -> Result<()> {
     let tenant = tenants.driven.tenant();
     let open = Open::now()?;
     let refused = tenant.counters.refusals();
-    let comm = tenants.driven.init_comm(CommOptions::with_id([0; 128], 0, 1))?;
+    let comm = tenants.driven.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
     let registers = HashMap::from([(1, Arc::new(IncrementRegister::recording(4)))]);
     let sizes = Arc::new(Mutex::new(HostMem::new(1)?));
     let lock = "nothing has panicked with it";

@@ -222,7 +222,11 @@ fn lock(grants: &Grants) -> std::sync::MutexGuard<'_, HashMap<[u8; 32], Grant>> 
     grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-pub(crate) fn fill_random(buf: &mut [u8]) -> std::io::Result<()> {
+/// Fills `buf` with random bytes of the kernel.
+///
+/// # Errors
+/// The kernel's.
+pub fn fill_random(buf: &mut [u8]) -> std::io::Result<()> {
     let mut done = 0;
     while done < buf.len() {
         match rustix::rand::getrandom(&mut buf[done..], rustix::rand::GetRandomFlags::empty()) {

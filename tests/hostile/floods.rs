@@ -56,7 +56,7 @@ fn of_a_communicator(what: &str, sentence: &str, call: impl Into<String>) -> Ani
              (i32.store (i32.const {status}) (i32.const 1)) (return (i32.const {ANSWER}))"
         );
         p.body("neuron-init-comm", init_comm(&then));
-        said(cage.open(&p)?.init_comm(CommOptions::with_id([0; 128], 0, 1)))
+        said(cage.open(&p)?.init_comm(CommOptions::with_id([1; 128], 0, 1)))
     })
 }
 

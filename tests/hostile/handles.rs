@@ -85,7 +85,7 @@ pub fn group() -> Group {
                     ANSWER + 4
                 );
                 p.body("neuron-init-comm", lie);
-                said(cage.open(&p)?.init_comm(CommOptions::with_id([0; 128], 0, 1)))
+                said(cage.open(&p)?.init_comm(CommOptions::with_id([1; 128], 0, 1)))
             },
         ),
         animal(
@@ -95,7 +95,7 @@ pub fn group() -> Group {
                 let mut p = Plugin::lone_rank()?;
                 let wat = init_comm("nop").replace(ASKED, "(i32.const 1) (i32.const 2)");
                 p.body("neuron-init-comm", wat);
-                said(cage.open(&p)?.init_comm(CommOptions::with_id([0; 128], 0, 1)))
+                said(cage.open(&p)?.init_comm(CommOptions::with_id([1; 128], 0, 1)))
             },
         ),
         animal(
@@ -131,7 +131,7 @@ pub fn group() -> Group {
             let mut c = cage.config(&other)?;
             (c.tenant, c.tenant_id) = ("other".into(), 7);
             let others = opened(c)?;
-            let comm = others.init_comm(CommOptions::with_id([0; 128], 0, 1))?;
+            let comm = others.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
             leak.replace(comm.bootstrap_recv(0, 64)?);
             let mut p = Plugin::new(TRANSPORT)?;
             p.clone_from(&Plugin::lone_rank()?);
@@ -147,7 +147,7 @@ pub fn group() -> Group {
             );
             // As another rank of a group of two: nobody links to itself.
             p.body("neuron-init-comm", init_comm(&connect).replace(ASKED, "(i32.const 1) (i32.const 2)"));
-            said(cage.open(&p)?.init_comm(CommOptions::with_id([0; 128], 0, 1)))
+            said(cage.open(&p)?.init_comm(CommOptions::with_id([1; 128], 0, 1)))
         },
     ));
     Group { title: "Handles that are not theirs", animals }

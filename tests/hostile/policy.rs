@@ -135,7 +135,7 @@ pub fn group() -> Group {
             |cage| {
                 let c =
                     cage.under(&Plugin::lone_rank()?, &format!("{ONE}\n[devices]\ncores = [1]\nhbm = \"1 MiB\""))?;
-                said(opened(c)?.init_comm(CommOptions::with_id([0; 128], 0, 1)))
+                said(opened(c)?.init_comm(CommOptions::with_id([1; 128], 0, 1)))
             },
         ),
         animal(
@@ -144,7 +144,7 @@ pub fn group() -> Group {
             |cage| {
                 let c =
                     cage.under(&Plugin::lone_rank()?, &format!("{ONE}\n[devices]\ncores = [0]\nhbm = \"1 MiB\""))?;
-                let comm = opened(c)?.init_comm(CommOptions::with_id([0; 128], 0, 1))?;
+                let comm = opened(c)?.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
                 said(comm.tensor(2 << 20))
             },
         ),

@@ -17,6 +17,7 @@ pub use wasmtime::component::Resource;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::VersionInfo;
 use crate::error::Error;
+use crate::key::GroupKey;
 use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
 use crate::plugin::{HostState, Instance, Kind, Library};
 use crate::status::Status;
@@ -156,16 +157,18 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
 }
 
 impl Loaded {
-    /// An instance of the library for one communicator of one rank.
+    /// An instance of the library for one communicator of one rank, of the group with this key.
     pub(crate) fn instantiate(
         &self,
         tenant: &Arc<Tenant>,
         abort: &AbortToken,
         core: Option<i32>,
+        key: GroupKey,
     ) -> Result<Arc<Instance>, Error> {
         let refused = |refusal| self.instance.supervised("instantiate", refusal);
         tenant.supervisor.admit(&self.library, &tenant.limits).map_err(refused)?;
-        let state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
+        let mut state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
+        state.key = Some(key);
         Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
             entry: "instantiate",
             plugin: self.library.name.clone(),

@@ -93,7 +93,7 @@ impl wit_objects::HostCommunicator for HostState {
             let why = format!("the plugin asked for rank {r} of {n}; a communicator has at most {most} ranks here");
             return Ok(Err(self.fail(Status::INVALID, why)));
         }
-        let Some(core) = self.core else {
+        let (Some(core), Some(key)) = (self.core, self.key) else {
             let why = "a communicator can only be made by an init entry, on a rank's core";
             return Ok(Err(self.fail(Status::UNINITIALIZED, why)));
         };
@@ -111,7 +111,7 @@ impl wit_objects::HostCommunicator for HostState {
                 Some(c) => Control::create_for(r as u32, n as u32, c.owner)
                     .map(|control| Endpoint::of(control, c.hbm.clone(), policy, share)),
             };
-            Ok(CommCore::new(id, endpoint.map_err(|e| e.to_string())?, abort, tenant.clone(), client))
+            Ok(CommCore::new(id, endpoint.map_err(|e| e.to_string())?, abort, tenant.clone(), client, key))
         });
         match made {
             Ok(core) => Ok(self.add(CommunicatorObject(core))),

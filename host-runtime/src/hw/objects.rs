@@ -15,6 +15,7 @@ use hw_bridge::proxy::Proxy;
 use hw_bridge::sequencer::Endpoint;
 
 use crate::abort::AbortToken;
+use crate::key::GroupKey;
 use crate::net::NetLibrary;
 use crate::tenant::{Counted, Tenant, lock};
 
@@ -117,6 +118,8 @@ pub struct CommCore {
     pub rank: usize,
     /// Ranks.
     pub nranks: usize,
+    /// Of its group.
+    pub(crate) key: GroupKey,
     /// The data plane.
     pub endpoint: Arc<Endpoint>,
     /// The network proxy.
@@ -141,6 +144,7 @@ impl CommCore {
         abort: AbortToken,
         tenant: Arc<Tenant>,
         client: Option<Client>,
+        key: GroupKey,
     ) -> Arc<CommCore> {
         abort.attach(endpoint.abort_handle());
         endpoint.control().set_comm(id);
@@ -148,6 +152,7 @@ impl CommCore {
             id,
             rank: endpoint.rank(),
             nranks: endpoint.nranks(),
+            key,
             endpoint: Arc::new(endpoint),
             proxy: Mutex::default(),
             dynamic: Mutex::default(),

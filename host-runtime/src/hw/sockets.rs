@@ -671,6 +671,7 @@ mod tests {
     fn instance(sockets: usize) -> (HostState, Resource<CommunicatorObject>) {
         let tenant = limited(Limits { sockets, ..Limits::default() });
         let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
+        s.key = Some(crate::key::GroupKey::some());
         let comm = s.create(0, 2).unwrap().unwrap();
         (s, comm)
     }

@@ -1,7 +1,7 @@
 //! Background tasks: a new store of the same component on a host thread. A bootstrap root is one.
 //!
 //! The listener moves: the spawner loses its handle, the task gets the socket itself. A task's waits are bounded by their
-//! own deadlines and end at once when the runtime closes.
+//! own deadlines and end at once when the runtime closes. A task is of its spawner's group.
 
 use wasmtime::component::Resource;
 
@@ -71,7 +71,7 @@ impl HostState {
             let most = self.grant.tasks;
             return Err(self.refuse(Status::RESOURCE, "limits.tasks", "asked for one more background task", most));
         }
-        let (owner, weak) = (tenant.clone(), abort.downgrade());
+        let (owner, weak, key) = (tenant.clone(), abort.downgrade(), self.key);
         let body = move || {
             let tenant = owner.clone();
             let ended = |why: &str| {
@@ -80,7 +80,8 @@ impl HostState {
                 }
             };
             // Instantiated here and not by the spawner, whose locks guest code must not run under.
-            let state_of = HostState::new(owner, Some(library.clone()), abort, None);
+            let mut state_of = HostState::new(owner, Some(library.clone()), abort, None);
+            state_of.key = key;
             let instance = match Instance::new(&library, state_of) {
                 Ok(i) => i,
                 Err(why) => return ended(&format!("its instance could not be made: {why}")),

@@ -19,15 +19,26 @@ use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
 use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
-use crate::limits::ID_BYTES;
+use crate::key::{self, GroupKey};
+use crate::limits::{ADDRESS_BYTES, ID_BYTES};
 
 /// How the ranks of a group find one another.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub enum Rendezvous {
     /// An id from [`Runtime::unique_id`], handed out by the user.
     Id([u8; ID_BYTES]),
     /// `host:port` of the root, which rank 0 starts: a global communicator.
     Root(String),
+}
+
+/// The secret part of an id is not printed.
+impl std::fmt::Debug for Rendezvous {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Rendezvous::Id(id) => f.debug_tuple("Id").field(&&id[..ADDRESS_BYTES]).finish_non_exhaustive(),
+            Rendezvous::Root(root) => f.debug_tuple("Root").field(root).finish(),
+        }
+    }
 }
 
 /// How to join.
@@ -112,14 +123,29 @@ pub(super) fn bad(what: String) -> Error {
 }
 
 impl Communicator {
-    pub(super) fn init(runtime: &Runtime, o: CommOptions) -> Result<Communicator, Error> {
-        Communicator::init_on(runtime, o, None)
+    pub(super) fn init(runtime: &Runtime, mut o: CommOptions) -> Result<Communicator, Error> {
+        runtime.collectives("neuronInitComm")?;
+        let tenant = runtime.tenant().id;
+        let key = match &mut o.rendezvous {
+            Rendezvous::Id(id) => {
+                let key = GroupKey::of_id(&key::secret_of(id)?, tenant);
+                *id = key::public(id);
+                key
+            }
+            Rendezvous::Root(root) => GroupKey::of_root(&key::job_secret()?, tenant, key::port_of(root), o.nranks),
+        };
+        Communicator::init_on(runtime, o, key, None)
     }
 
-    /// As a rank of a sub-group the communicator stays at `on`, where the rank is in the whole group.
-    pub(super) fn init_on(runtime: &Runtime, o: CommOptions, on: Option<Place>) -> Result<Communicator, Error> {
+    /// Joins the group with this key; an id in `o` has no secret part. As a rank of a sub-group the communicator stays at `on`,
+    /// where the rank is in the whole group.
+    pub(super) fn init_on(
+        runtime: &Runtime,
+        o: CommOptions,
+        key: GroupKey,
+        on: Option<Place>,
+    ) -> Result<Communicator, Error> {
         let (rank, n) = (o.rank, o.nranks);
-        runtime.collectives("neuronInitComm")?;
         let inner = &runtime.0;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
         hw_bridge::exhausted::room_for(descriptors(rank, n))
@@ -129,7 +155,7 @@ impl Communicator {
             None => AbortToken::new()
                 .map_err(|source| Error::System { what: "making the abort event of a communicator".into(), source })?,
         };
-        let joining = Joining { rendezvous: o.rendezvous, rank, nranks: n, on };
+        let joining = Joining { rendezvous: o.rendezvous, key, rank, nranks: n, on };
         // No swap comes before its graph is built.
         let (plane, place, _inside) = Seat::join(runtime, &joining, &abort, None)?;
         let core = &plane.core;

@@ -19,6 +19,7 @@ use crate::bindings::neuron::nrt::types::NecPodType;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{Client, CommCore};
+use crate::key::GroupKey;
 use crate::limits::byte_list;
 use crate::plugin::{Instance, bounded};
 use crate::serve::client::Served;
@@ -100,7 +101,10 @@ pub(crate) struct Place {
 /// Who joins what.
 #[derive(Debug, Clone)]
 pub(crate) struct Joining {
+    /// An id without its secret part.
     pub rendezvous: Rendezvous,
+    /// The group's.
+    pub key: GroupKey,
     pub rank: usize,
     pub nranks: usize,
     /// A rank of a sub-group stays where it is in the whole group.
@@ -172,7 +176,7 @@ impl Here {
         };
         inner.tenant.may_use_core(place.core)?;
         let dev = place.device_info(runtime)?;
-        let instance = loaded.instantiate(&inner.tenant, abort, Some(place.core))?;
+        let instance = loaded.instantiate(&inner.tenant, abort, Some(place.core), j.key)?;
         instance.peek(|s| s.client = client);
         inner.swaps.joins(&instance, rank);
         let forward = &inner.forward;

@@ -20,6 +20,7 @@ mod pool;
 mod signature;
 mod verdict;
 
+use std::collections::HashMap;
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -32,6 +33,7 @@ pub use signature::{Program, ProgramOp, SEND, SIGNATURE_BYTES, Signature};
 
 use super::communicator::{CommOptions, Communicator, Rendezvous, bad};
 use crate::error::Error;
+use crate::key::{GroupKey, Kind};
 use crate::limits::{GROUP_STREAMS, ID_BYTES, LISTED_RANKS};
 use crate::status::Status;
 use crate::tenant::lock;
@@ -56,8 +58,22 @@ pub(super) struct Groups {
 #[derive(Debug, Default)]
 struct State {
     pool: Pool,
+    /// Groups that were begun, by what tells their lists apart. All ranks of one count alike: what fails fails for all, or leaves
+    /// the bootstrap out of step.
+    begun: HashMap<(Kind, [u8; SIGNATURE_BYTES]), u32>,
     /// Why the bootstrap serves no more groups.
     out_of_step: Option<String>,
+}
+
+impl State {
+    /// The key of the next group of `members`, of a communicator with the key `of`.
+    fn next_key(&mut self, of: GroupKey, kind: Kind, members: &[usize]) -> GroupKey {
+        let list = *Signature::of_members("members", members).bytes();
+        let count = self.begun.entry((kind, list)).or_default();
+        let key = of.group(kind, members, *count);
+        *count = count.wrapping_add(1);
+        key
+    }
 }
 
 impl Groups {
@@ -346,7 +362,7 @@ impl Communicator {
         }
         let id = state.pool.next_id();
         let purpose = Purpose { what: format!("[gid: {id}]"), members, signature: program, stream: options.stream };
-        let made = self.make(&mut state, &purpose, options.graph)?;
+        let made = self.make(&mut state, Kind::Replica, &purpose, options.graph)?;
         Ok(state.pool.add(key, id, options.stream, made))
     }
 
@@ -375,7 +391,7 @@ impl Communicator {
         let what = format!("split, colour {mine}:");
         let purpose = Purpose { what, members: &members, signature: &signature, stream: 0 };
         let graph = self.wants_graph();
-        self.make(&mut state, &purpose, graph).map(Some)
+        self.make(&mut state, Kind::Split, &purpose, graph).map(Some)
     }
 
     /// A communicator of all ranks but `excluded`, as `ncclCommShrink` makes it after a failure: ranks keep their order.
@@ -406,19 +422,21 @@ impl Communicator {
         let signature = Signature::of_members("shrink", &members);
         let what = format!("shrink without {}:", listed(excluded));
         let purpose = Purpose { what, members: &members, signature: &signature, stream: 0 };
-        let graph = self.wants_graph();
+        let (graph, of) = (self.wants_graph(), self.core().key);
         match self.groups.beacon.get() {
             Some(beacon) => {
                 let mut beacon = lock(beacon);
                 let endpoint = Some(&*self.core().endpoint);
                 let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout(), endpoint);
-                let id = self.decide(&purpose, &mut meeting)?;
-                self.join(&purpose, id, graph)
+                let key = of.group(Kind::Shrink, &members, meeting.nth());
+                let id = self.decide(&purpose, key, &mut meeting)?;
+                self.join(&purpose, id, key, graph)
             }
             // A group of one has nobody to ask.
             None => {
-                let id = self.runtime().unique_id(1)?;
-                self.join(&purpose, id, graph)
+                let key = lock(&self.groups.state).next_key(of, Kind::Shrink, &members);
+                let id = self.runtime().start_root(1, key)?;
+                self.join(&purpose, id, key, graph)
             }
         }
     }
@@ -428,27 +446,40 @@ impl Communicator {
     }
 
     /// Verdict and id over the bootstrap, then the init.
-    fn make(&self, state: &mut State, purpose: &Purpose<'_>, graph: bool) -> Result<Communicator, Error> {
+    fn make(&self, state: &mut State, kind: Kind, purpose: &Purpose<'_>, graph: bool) -> Result<Communicator, Error> {
         in_step(state)?;
+        let key = state.next_key(self.core().key, kind, purpose.members);
         let mut messages = Bootstrap { comm: self, members: purpose.members, begun: Instant::now(), lost: false };
-        let decided = self.decide(purpose, &mut messages);
+        let decided = self.decide(purpose, key, &mut messages);
         if messages.lost {
             let why = decided.as_ref().err().map_or_else(String::new, Error::to_string);
             state.out_of_step = Some(why);
         }
-        self.join(purpose, decided?, graph)
+        self.join(purpose, decided?, key, graph)
     }
 
-    fn decide(&self, purpose: &Purpose<'_>, messages: &mut impl Messages) -> Result<[u8; ID_BYTES], Error> {
+    /// The id that travels has no secret part: the ranks have the key.
+    fn decide(
+        &self,
+        purpose: &Purpose<'_>,
+        key: GroupKey,
+        messages: &mut impl Messages,
+    ) -> Result<[u8; ID_BYTES], Error> {
         let (r, n) = (self.position(purpose.members)?, purpose.members.len());
-        let id = || self.runtime().unique_id(n).map_err(|e| e.to_string());
+        let id = || self.runtime().start_root(n, key).map_err(|e| e.to_string());
         agree(messages, r, n, purpose.signature.bytes(), id).map_err(|why| purpose.refused(self.rank(), why))
     }
 
-    fn join(&self, purpose: &Purpose<'_>, id: [u8; ID_BYTES], graph: bool) -> Result<Communicator, Error> {
+    fn join(
+        &self,
+        purpose: &Purpose<'_>,
+        id: [u8; ID_BYTES],
+        key: GroupKey,
+        graph: bool,
+    ) -> Result<Communicator, Error> {
         let (r, n) = (self.position(purpose.members)?, purpose.members.len());
         let options = CommOptions { graph, timeout: Some(self.timeout()), ..CommOptions::with_id(id, r, n) };
-        Communicator::init_on(self.runtime(), options, Some(self.place)).map_err(|e| purpose.no_init(&e))
+        Communicator::init_on(self.runtime(), options, key, Some(self.place)).map_err(|e| purpose.no_init(&e))
     }
 
     fn position(&self, members: &[usize]) -> Result<usize, Error> {

@@ -437,8 +437,15 @@ mod tests {
     use std::sync::Barrier;
 
     use super::*;
+    use crate::key::GroupKey;
     use crate::nrt::{Rendezvous, RuntimeConfig};
     use crate::swap::Swaps;
+
+    /// A group of one rank.
+    fn group_of_one(runtime: &Runtime) -> Joining {
+        let key = GroupKey::some();
+        Joining { rendezvous: Rendezvous::Id(runtime.start_root(1, key).unwrap()), key, rank: 0, nranks: 1, on: None }
+    }
 
     /// A runtime with the plugin that `cargo xtask guests` builds, and a group of one rank.
     fn alone() -> (Runtime, Joining) {
@@ -446,8 +453,8 @@ mod tests {
         c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
         c.limits.entry = Duration::from_secs(20);
         let runtime = Runtime::open(c).unwrap();
-        let rendezvous = Rendezvous::Id(runtime.unique_id(1).unwrap());
-        (runtime, Joining { rendezvous, rank: 0, nranks: 1, on: None })
+        let joining = group_of_one(&runtime);
+        (runtime, joining)
     }
 
     #[test]
@@ -490,8 +497,7 @@ mod tests {
         });
         assert!(Swaps::status(&runtime).ranks.is_empty());
         // Who joins again has one.
-        let rendezvous = Rendezvous::Id(runtime.unique_id(1).unwrap());
-        let joining = Joining { rendezvous, ..joining };
+        let joining = group_of_one(&runtime);
         let _made = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
         assert_eq!(Swaps::status(&runtime).ranks, [(0, 1)]);
     }

@@ -16,9 +16,11 @@ use crate::enc::table::{Policy, Table};
 use crate::error::Error;
 use crate::forward::{Forward, LoadError};
 use crate::hw;
+use crate::key::{self, GroupKey};
 use crate::limits::{ID_BYTES, Limits};
 use crate::metrics::{self, Eras};
 use crate::net;
+use crate::plugin::for_group;
 use crate::policy::{Policy as TenantPolicy, Share};
 use crate::serve::client::Service;
 use crate::swap::doors::Doors;
@@ -344,22 +346,27 @@ impl Runtime {
         &self.0.config
     }
 
-    /// Starts a root for a group of `nranks` and answers the id to hand to its ranks.
+    /// Starts a root for a group of `nranks` and answers the id to hand to its ranks. Whoever has it is one of them: 32 of its
+    /// bytes are the group's secret, which neither a plugin nor the network sees; hand it on as you would a password.
     ///
     /// # Errors
     /// [`Error::NotLoaded`], [`Error::Entry`], [`Error::Stopped`].
     pub fn unique_id(&self, nranks: usize) -> Result<[u8; ID_BYTES], Error> {
+        let secret = key::draw()?;
+        let id = self.start_root(nranks, GroupKey::of_id(&secret, self.0.tenant.id))?;
+        Ok(key::with_secret(id, &secret))
+    }
+
+    /// Starts a root for the group with this key, here or in the service; answers its id without a secret part.
+    pub(crate) fn start_root(&self, nranks: usize, key: GroupKey) -> Result<[u8; ID_BYTES], Error> {
         let n = i32::try_from(nranks).map_err(|_| Error::Usage(format!("a group of {nranks} ranks is too large")))?;
         let _inside = self.0.doors.enter("neuronGetUniqueId", self.0.tenant.limits.entry)?;
         self.collectives("neuronGetUniqueId")?;
         let id = match &self.0.service {
-            Some(service) => service.unique_id(n)?,
-            None => self.0.forward.get_unique_id(None, n, "unique id")?,
+            Some(service) => service.start_root(n, key)?,
+            None => for_group(key, || self.0.forward.get_unique_id(None, n, "unique id"))?,
         };
-        let len = id.len();
-        id.try_into().map_err(|_| {
-            Error::Usage(format!("the plugin answered an id of {len} bytes, {ID_BYTES} are required (INV-20)"))
-        })
+        key::answered(id)
     }
 
     /// Joins a group as one rank: bootstrap, topology, rings, links.

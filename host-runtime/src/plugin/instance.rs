@@ -15,6 +15,7 @@ use super::supervisor::Refusal;
 use super::throttle::Working;
 use super::{HostState, Library};
 use crate::error::Error;
+use crate::key::GroupKey;
 use crate::limits::GUEST_STACK;
 use crate::tenant::{Tenant, lock};
 
@@ -23,6 +24,8 @@ thread_local! {
     static ON_STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
     /// When the operation gives up for which this thread's next call is made.
     static UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// The key of the group for which this thread's next call is made, of an instance that has none of its own.
+    static KEY: Cell<Option<GroupKey>> = const { Cell::new(None) };
 }
 
 /// Makes one call of an instance, or an instance, whose waits end at `until`: the wrappers of the entries have the library's
@@ -36,6 +39,20 @@ pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R 
         }
     }
     UNTIL.set(until);
+    let _untaken = Untaken;
+    call()
+}
+
+/// Makes one call of the library instance for the group with this key: what it opens and starts in there is that group's.
+pub(crate) fn for_group<R>(key: GroupKey, call: impl FnOnce() -> R) -> R {
+    /// As in [`bounded`].
+    struct Untaken;
+    impl Drop for Untaken {
+        fn drop(&mut self) {
+            KEY.set(None);
+        }
+    }
+    KEY.set(Some(key));
     let _untaken = Untaken;
     call()
 }
@@ -155,6 +172,7 @@ impl Instance {
         tenant.supervisor.admit_again(library, &tenant.limits, Instant::now()).map_err(refused)?;
         let mut state = HostState::new(tenant.clone(), Some(library.clone()), old.abort.clone(), old.core);
         state.client.clone_from(&old.client);
+        state.key = old.key;
         let made = Instance::store(library, state).map_err(|cause| self.stop_error(entry, cause, Vec::new()))?;
         tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
         Ok(made)
@@ -252,7 +270,7 @@ impl Instance {
         entry: &'static str,
         f: impl FnOnce(&mut Store<HostState>, wasmtime::component::Instance) -> wasmtime::Result<R>,
     ) -> Result<(R, Vec<String>), Error> {
-        let until = UNTIL.take();
+        let (until, key) = (UNTIL.take(), KEY.take());
         let _entered = self.enter(entry, until)?;
         let mut inner = lock(&self.inner);
         if inner.stopped.is_some() && self.renewable {
@@ -274,7 +292,10 @@ impl Instance {
         // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must
         // not leave a half-unwound store in use.
         *stopped = Some(format!("a call did not come back (in {entry})"));
+        let own = store.data().key;
+        store.data_mut().key = key.or(own);
         let answer = f(store, *instance);
+        store.data_mut().key = own;
         *stopped = None;
         match answer {
             Ok(r) => {

@@ -22,8 +22,8 @@ use wasmtime::component::{Component, ComponentExportIndex, InstancePre, Linker};
 
 use check::Denied;
 pub use grant::Grant;
-pub(crate) use instance::bounded;
 pub use instance::{Instance, Stop};
+pub(crate) use instance::{bounded, for_group};
 pub use source::read;
 pub use state::HostState;
 

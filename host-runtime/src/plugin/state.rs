@@ -13,6 +13,7 @@ use crate::abort::AbortToken;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
+use crate::key::GroupKey;
 use crate::limits::MAX_CAUSES;
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
@@ -35,6 +36,8 @@ pub struct HostState {
     pub(crate) core: Option<i32>,
     /// The client process that this instance serves, in a service.
     pub(crate) client: Option<Client>,
+    /// Of the group that it works for; the host's, which a guest never sees. Tasks have their spawner's.
+    pub(crate) key: Option<GroupKey>,
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
@@ -90,6 +93,7 @@ impl HostState {
             abort,
             core,
             client: None,
+            key: None,
             published: Vec::new(),
             waits_until: None,
             entry: "",

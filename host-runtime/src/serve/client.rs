@@ -26,6 +26,7 @@ use super::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Re
 use crate::abort::AbortToken;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
+use crate::key::GroupKey;
 use crate::limits::SERVICE_MESSAGE;
 use crate::message::{self, MessageError};
 use crate::nrt::control::{Answer, Ask, Control, Joined, Joining, Patience};
@@ -225,8 +226,8 @@ impl Service {
         self.calls.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn unique_id(&self, nranks: i32) -> Result<Vec<u8>, Error> {
-        let request = Request::UniqueId { nranks };
+    pub(crate) fn start_root(&self, nranks: i32, key: GroupKey) -> Result<Vec<u8>, Error> {
+        let request = Request::UniqueId { nranks, key };
         match lock(&self.line).request(&request, Patience::Usual, None, |_| Ok(()))?.0 {
             Reply::UniqueId(id) => Ok(id),
             _ => Err(unexpected(&self.socket, "a request for an id")),
@@ -244,8 +245,16 @@ impl Service {
         };
         let (rank, nranks, on) = (j.rank, j.nranks, j.on);
         let session = self.welcome.session;
-        let request =
-            Request::Join(Join { session, at, rank, nranks, on, asymmetric: asymmetric(), mark: mark.words() });
+        let request = Request::Join(Join {
+            session,
+            at,
+            key: j.key,
+            rank,
+            nranks,
+            on,
+            asymmetric: asymmetric(),
+            mark: mark.words(),
+        });
         let mut links = Vec::new();
         let (reply, mut fds) = line.request(&request, Patience::Usual, Some(abort), |l| {
             links.push(l);
@@ -264,7 +273,7 @@ impl Service {
         hw_bridge::fork::mark_process();
         let endpoint =
             Endpoint::of(own, hbm, WaitPolicy::of(runtime.config().wait, nranks, cpus), runtime.tenant().share.clone());
-        let core = CommCore::new(comm, endpoint, abort.clone(), runtime.tenant().clone(), None);
+        let core = CommCore::new(comm, endpoint, abort.clone(), runtime.tenant().clone(), None, j.key);
         links.into_iter().try_for_each(|l| link(&core, l))?;
         let served = Arc::new(Served { line: Mutex::new(line), core: core.clone() });
         Ok(Joined { control: Control::Served(served), core, info: *info, place })

@@ -253,10 +253,10 @@ impl Worker<'_> {
             return Err(Error::Service { what, status: Status::CLOSED });
         }
         match request {
-            Request::UniqueId { nranks } => {
+            Request::UniqueId { nranks, key } => {
                 let n = usize::try_from(nranks)
                     .map_err(|_| Error::Usage(format!("a group of {nranks} ranks cannot be")))?;
-                Ok(Reply::UniqueId(runtime.unique_id(n)?.to_vec()))
+                Ok(Reply::UniqueId(runtime.start_root(n, key)?.to_vec()))
             }
             Request::Join(join) => self.join(join),
             Request::Ask { ask: Ask::Affinity { .. }, .. } => Err(Error::Usage(
@@ -311,7 +311,7 @@ impl Worker<'_> {
         let owner = Owner { pid: lessee.pid.here().unwrap_or(0), asymmetric: j.asymmetric, mark: j.mark };
         let client = Client { owner, pidfd: lessee.pidfd.clone(), hbm };
         self.lessee = lessee;
-        let joining = Joining { rendezvous, rank, nranks, on: Some(place) };
+        let joining = Joining { rendezvous, key: j.key, rank, nranks, on: Some(place) };
         let (plane, place, _inside) = Seat::join(runtime, &joining, self.abort, Some(client))?;
         let core = &plane.core;
         let bytes = |s: &Segment| s.len() as u64;

@@ -18,10 +18,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::key::GroupKey;
 use crate::nrt::control::{Answer, Ask, Patience, Place};
 
 /// Version of everything below [`Hello`].
-pub(crate) const PROTOCOL: u32 = 1;
+pub(crate) const PROTOCOL: u32 = 2;
 /// Links that go in one message, each with three descriptors.
 pub(crate) const LINKS_AT_ONCE: usize = 16;
 
@@ -63,8 +64,10 @@ pub(crate) struct Welcome {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Request {
+    /// An address for a group whose key the client has: the secret part of the id stays with it.
     UniqueId {
         nranks: i32,
+        key: GroupKey,
     },
     Join(Join),
     Ask {
@@ -83,6 +86,8 @@ pub(crate) struct Join {
     /// [`Welcome::session`] of the runtime's connection.
     pub session: u128,
     pub at: Meeting,
+    /// The group's, which the client derived; [`Meeting::Id`] has no secret part.
+    pub key: GroupKey,
     pub rank: usize,
     pub nranks: usize,
     pub on: Option<Place>,

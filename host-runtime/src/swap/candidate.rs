@@ -108,7 +108,7 @@ impl Candidate {
                 Some((_, control, _)) => control.clone(),
                 None => {
                     let logical = Some(plane.logical_core());
-                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical);
+                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key);
                     let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
                     instance.peek(|s| s.client = core.client().cloned());
                     let handle = instance

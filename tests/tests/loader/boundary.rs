@@ -100,7 +100,7 @@ fn ring_is_0_and_a_communicator_starts_with_default_2() {
     p.body("neuron-get-net-connector", told(1000));
     p.body("neuron-expand-connectivity", told(2000));
     let rt = loaded(config(&folder.put("plugin.wasm", &p.build().unwrap())));
-    let mut comm = rt.init_comm(CommOptions::with_id([0; 128], 0, 1)).unwrap();
+    let mut comm = rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).unwrap();
     let entries = rt.tenant().counters.entries();
     comm.barrier().unwrap();
     assert_eq!(rt.tenant().counters.entries(), entries, "connections were asked for that nothing needs");

@@ -26,7 +26,7 @@ fn a_transport_written_by_hand_loads_and_answers() {
     );
     assert!(log().iter().any(|l| l == "by hand: asked for an id"));
 
-    for options in [CommOptions::with_id([0; 128], 0, 1), CommOptions::with_root("127.0.0.1:1", 0, 1)] {
+    for options in [CommOptions::with_id([1; 128], 0, 1), CommOptions::with_root("127.0.0.1:1", 0, 1)] {
         let err = rt.init_comm(options).unwrap_err();
         assert!(matches!(err, Error::Entry { status: Status::FAILURE, .. }), "{err}");
     }

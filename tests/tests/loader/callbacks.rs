@@ -255,7 +255,7 @@ fn a_host_that_serves_more_stays_compatible() {
     p.wit.edit("hw", "\ninterface random {", "\ninterface chance {").unwrap();
     let rt = loaded(config(&folder.put("plugin.wasm", &p.build().unwrap())));
     assert_eq!(rt.unique_id(1).unwrap(), [0; 128]);
-    let mut comm = rt.init_comm(host_runtime::nrt::CommOptions::with_id([0; 128], 0, 1)).unwrap();
+    let mut comm = rt.init_comm(host_runtime::nrt::CommOptions::with_id([1; 128], 0, 1)).unwrap();
     comm.barrier().unwrap();
 }
 

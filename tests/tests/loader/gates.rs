@@ -117,7 +117,7 @@ fn a_failed_load_is_never_tried_again() {
             assert_eq!(status, Some(Status::FAILURE), "{entry}");
         }
         assert!(matches!(rt.unique_id(1), Err(Error::NotLoaded { .. })));
-        assert!(rt.init_comm(CommOptions::with_id([0; 128], 0, 1)).is_err());
+        assert!(rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).is_err());
         assert_eq!(rt.forward().version_info().unwrap_err().status(), Status::FAILURE);
     }
     assert_eq!(rt.component_calls(), calls);

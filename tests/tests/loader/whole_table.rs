@@ -79,7 +79,7 @@ fn is_refused(rt: &Runtime, path: &Path, sentence: &str) {
         let err = rt.unique_id(1).unwrap_err();
         assert_eq!(err.status(), Status::FAILURE);
         assert!(matches!(err, Error::NotLoaded { entry: "neuronGetUniqueId", .. }), "{err}");
-        let err = rt.init_comm(CommOptions::with_id([0; 128], 0, 1)).unwrap_err();
+        let err = rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).unwrap_err();
         assert!(matches!(err, Error::NotLoaded { .. }), "{err}");
     }
     assert_eq!(rt.component_calls(), calls, "a refused plugin was entered");
@@ -93,7 +93,7 @@ fn reach(rt: &Runtime, entry: Entry) -> Result<Option<Communicator>, Error> {
     match entry {
         Entry::UniqueId => rt.unique_id(1).map(|_| None),
         Entry::GlobalComm => rt.init_comm(CommOptions::with_root("127.0.0.1:1", 0, 1)).map(Some),
-        Entry::Comm | Entry::Graph => rt.init_comm(CommOptions::with_id([0; 128], 0, 1)).map(Some),
+        Entry::Comm | Entry::Graph => rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).map(Some),
     }
 }
 

@@ -338,6 +338,11 @@ impl<'a> Meeting<'a> {
         Meeting { beacon, members, attempt, begun: begun_at, timeout, endpoint }
     }
 
+    /// How many attempts of the same list came before.
+    pub(super) fn nth(&self) -> u32 {
+        self.attempt.nth
+    }
+
     fn dial(&self, to: usize, kind: u8, data: &[u8], until: Instant) -> Result<TcpStream, String> {
         let rank = self.members[to];
         let at = self.beacon.addresses[rank];
