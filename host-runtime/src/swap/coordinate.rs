@@ -113,15 +113,15 @@ pub fn status(tenant: &str) -> Result<Vec<Status>, Error> {
 
 fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
     let mut all = Vec::new();
-    for found in control::find(tenant)? {
+    let (found, passed_over) = control::find(tenant)?;
+    for found in found {
         match control::ask(&found, &Question::Status, &[]) {
             Ok((stream, Answer::Status(s))) if s.tenant == tenant => all.push((stream, s)),
             // A name that was shortened may be another's.
             Ok((_, Answer::Status(_))) => {}
             Ok(_) => return Err(refused(tenant, format!("pid {} answered something else than its status", found.pid))),
-            // Another user may call a tenant of his the same.
-            Err(MessageError::Stranger) => {}
-            // It has ended meanwhile.
+            // It has ended meanwhile, or left its socket behind.
+            Err(MessageError::Ended) => {}
             Err(_) if found.gone() => {}
             Err(e) => {
                 let stopped = if hw_bridge::peers::is_stopped(found.pid) { "; its process is stopped" } else { "" };
@@ -131,8 +131,12 @@ fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
     }
     if all.is_empty() {
         return Err(refused(
+        let passed_over: Vec<String> = passed_over.iter().map(|why| format!("; {why}")).collect();
             tenant,
-            "no runtime of that name is open on this machine, for this user, with a control socket (WCCL_CONTROL=0 has none)",
+            format!(
+                "no runtime of that name is open on this machine, for this user, with a control socket (WCCL_CONTROL=0 has none){}",
+                passed_over.concat()
+            ),
         ));
     }
     all.sort_by_key(|(_, s)| (s.ranks.first().map(|r| r.0), s.pid));
