@@ -71,7 +71,7 @@ impl Place {
 
     fn config(&self) -> ServeConfig {
         let (policies, sockets) = (self.0.join("policies"), self.0.join("sockets"));
-        ServeConfig { policies, sockets, base: config(), market: None, identify }
+        ServeConfig { policies, sockets, base: config(), market: None, allow_own_user: true, identify }
     }
 
     fn serve(&self) -> Server {
@@ -642,4 +642,23 @@ fn an_ending_service_finishes_what_there_is() {
     comm.query_info().unwrap();
     drop(comm);
     idle(&server);
+}
+
+/// A tenant's program that runs as the service's own user can read all that the service has: that is asked for, never assumed.
+#[test]
+fn the_services_own_user_is_served_only_where_that_was_asked_for() {
+    let me = rustix::process::geteuid().as_raw();
+    let (other, both) =
+        (format!("[service]\nuids = [{}]\n", me + 1), format!("[service]\nuids = [{}, {me}]\n", me + 1));
+    for (blue, how) in [("", "names no users in service.uids"), (&both, "names that one in service.uids")] {
+        let place = Place::new("own-user", &[("red", &[0], &other), ("blue", &[1], blue)]);
+        let strict = ServeConfig { allow_own_user: false, ..place.config() };
+        let e = Server::start(&strict).map(|_| ()).unwrap_err().to_string();
+        let who = format!("tenant blue: its programs would run as the service's own user ({me})");
+        assert!(e.contains(&who) && e.contains(how) && e.contains("--allow-own-user"), "{e}");
+        assert!(!place.socket("red").exists());
+        drop(place.serve());
+    }
+    let place = Place::new("own-user", &[("red", &[0], &other)]);
+    Server::start(&ServeConfig { allow_own_user: false, ..place.config() }).unwrap();
 }

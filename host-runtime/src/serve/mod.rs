@@ -58,6 +58,9 @@ pub struct ServeConfig {
     pub policies: PathBuf,
     /// Directory of sockets, `TENANT.sock`; made if absent.
     pub sockets: PathBuf,
+    /// Whether programs of tenants may run as the service's own user. Such a one can read and change everything that the
+    /// service has, the other tenants' memory too: the kernel does not tell the two apart.
+    pub allow_own_user: bool,
     /// What is not in a policy: the modelled device, variables granted to plugins.
     pub base: RuntimeConfig,
     /// Where the programs of all tenants take turns; none if each is to keep to its own caps and know of no neighbour. All of
@@ -289,6 +292,22 @@ fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
 }
 
 /// The directory of sockets, with the lock that says whose it is.
+/// Whether no program of the tenant's can run as the service's own user; else the sentence that says what to do.
+fn apart(policy: &Policy) -> Result<(), Error> {
+    let (me, uids) = (rustix::process::geteuid().as_raw(), &policy.service.uids);
+    let how = match (uids.is_empty(), uids.contains(&me)) {
+        (true, _) => "names no users",
+        (_, true) => "names that one",
+        _ => return Ok(()),
+    };
+    Err(Error::Config(format!(
+        "tenant {}: its programs would run as the service's own user ({me}), who can read and change all that the service has, \
+         other tenants' memory too: its policy {how} in service.uids. Name others there, or start the service with \
+         --allow-own-user (ServeConfig::allow_own_user) if its tenants trust one another",
+        policy.tenant
+    )))
+}
+
 fn claim(dir: &Path) -> Result<File, Error> {
     let io = |what: &str, source| Error::System { what: format!("{what} {}", dir.display()), source };
     match std::fs::DirBuilder::new().mode(0o711).create(dir) {
@@ -336,7 +355,8 @@ impl Server {
     /// Reads the policies, loads each tenant's plugin, opens the sockets.
     ///
     /// # Errors
-    /// [`Error::Config`] for a policy that cannot be used, a directory that others can write or that another service serves;
+    /// [`Error::Config`] for a policy that cannot be used or that admits the service's own user without
+    /// [`ServeConfig::allow_own_user`], a directory that others can write or that another service serves;
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
@@ -352,6 +372,9 @@ impl Server {
         let market = config.market.clone().map(|m| Arc::new(Register::new(m)));
         for policy in policies {
             let socket = config.sockets.join(format!("{}.sock", policy.tenant));
+        if !config.allow_own_user {
+            policies.iter().try_for_each(|p| apart(p))?;
+        }
             let runtime = Runtime::open(config_of(&policy, &config.base))?;
             let hosted = Arc::new(Hosted {
                 runtime,
