@@ -662,3 +662,16 @@ fn the_services_own_user_is_served_only_where_that_was_asked_for() {
     let place = Place::new("own-user", &[("red", &[0], &other)]);
     Server::start(&ServeConfig { allow_own_user: false, ..place.config() }).unwrap();
 }
+
+/// An editor that has a policy open leaves a link to nowhere beside it, and copies of another state.
+#[test]
+fn what_editors_leave_beside_a_policy_keeps_no_service_from_starting() {
+    let place = Place::new("editors", &[("red", &[0], "")]);
+    let policies = place.0.join("policies");
+    std::os::unix::fs::symlink("somebody@somewhere.4711:1", policies.join(".#red.toml")).unwrap();
+    for copy in ["red.toml~", "#red.toml#", ".red.toml.swp", "#red.toml"] {
+        std::fs::write(policies.join(copy), "half a pol").unwrap();
+    }
+    let server = place.serve();
+    assert_eq!(server.tenants().map(|t| t.0).collect::<Vec<_>>(), ["red"]);
+}

@@ -257,13 +257,25 @@ fn config_of(policy: &Arc<Policy>, base: &RuntimeConfig) -> RuntimeConfig {
     }
 }
 
+/// Whether a file of that name is a policy: editors leave locks (`.#red.toml`) and copies (`red.toml~`, `#red.toml#`) beside it.
+fn is_policy(name: &str) -> bool {
+    name.ends_with(".toml") && !name.starts_with(['.', '#'])
+}
+
 /// All policies of a directory, by name of file.
 fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     let io = |source| Error::System { what: format!("reading the policies in {}", dir.display()), source };
     let mut files = std::fs::read_dir(dir)
         .and_then(|entries| entries.map(|e| Ok(e?.path())).collect::<std::io::Result<Vec<_>>>())
         .map_err(io)?;
-    files.retain(|f| f.extension().is_some_and(|e| e == "toml"));
+    files.retain(|f| {
+        let name = f.file_name().unwrap_or_default().to_string_lossy();
+        let kept = is_policy(&name);
+        if !kept && name.contains(".toml") {
+            tracing::warn!("{} is no policy: it is hidden, or an editor's copy of one", f.display());
+        }
+        kept
+    });
     files.sort();
     let mut all: Vec<Arc<Policy>> = Vec::new();
     for file in &files {
@@ -280,18 +292,6 @@ fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     Ok(all)
 }
 
-/// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
-/// docs/service.md says how many for what.
-fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
-    let of = |p: &Arc<Policy>| {
-        let all = [(p.limits.sockets, 1), (p.limits.names, 3), (p.limits.tasks, 4), (p.service.clients, 10)];
-        all.into_iter().fold(0, |sum: u64, (n, each)| sum.saturating_add((n as u64).saturating_mul(each)))
-    };
-    let need = policies.iter().map(of).fold(0, u64::saturating_add);
-    hw_bridge::exhausted::room_for(need).map_err(|why| format!("what all policies grant {why}; or grant less"))
-}
-
-/// The directory of sockets, with the lock that says whose it is.
 /// Whether no program of the tenant's can run as the service's own user; else the sentence that says what to do.
 fn apart(policy: &Policy) -> Result<(), Error> {
     let (me, uids) = (rustix::process::geteuid().as_raw(), &policy.service.uids);
@@ -308,6 +308,18 @@ fn apart(policy: &Policy) -> Result<(), Error> {
     )))
 }
 
+/// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
+/// docs/service.md says how many for what.
+fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
+    let of = |p: &Arc<Policy>| {
+        let all = [(p.limits.sockets, 1), (p.limits.names, 3), (p.limits.tasks, 4), (p.service.clients, 10)];
+        all.into_iter().fold(0, |sum: u64, (n, each)| sum.saturating_add((n as u64).saturating_mul(each)))
+    };
+    let need = policies.iter().map(of).fold(0, u64::saturating_add);
+    hw_bridge::exhausted::room_for(need).map_err(|why| format!("what all policies grant {why}; or grant less"))
+}
+
+/// The directory of sockets, with the lock that says whose it is.
 fn claim(dir: &Path) -> Result<File, Error> {
     let io = |what: &str, source| Error::System { what: format!("{what} {}", dir.display()), source };
     match std::fs::DirBuilder::new().mode(0o711).create(dir) {
@@ -360,6 +372,9 @@ impl Server {
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
+        if !config.allow_own_user {
+            policies.iter().try_for_each(|p| apart(p))?;
+        }
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
@@ -372,9 +387,6 @@ impl Server {
         let market = config.market.clone().map(|m| Arc::new(Register::new(m)));
         for policy in policies {
             let socket = config.sockets.join(format!("{}.sock", policy.tenant));
-        if !config.allow_own_user {
-            policies.iter().try_for_each(|p| apart(p))?;
-        }
             let runtime = Runtime::open(config_of(&policy, &config.base))?;
             let hosted = Arc::new(Hosted {
                 runtime,
@@ -437,6 +449,18 @@ impl Drop for Server {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_editors_leave_beside_a_policy_is_none() {
+        for name in ["red.toml", "a.b.toml"] {
+            assert!(is_policy(name), "{name}");
+        }
+        for name in
+            [".#red.toml", ".red.toml", "#red.toml#", "#red.toml", "red.toml~", ".red.toml.swp", "red.txt", "toml"]
+        {
+            assert!(!is_policy(name), "{name}");
+        }
+    }
 
     #[test]
     fn grants_that_no_limit_of_descriptors_holds_are_told() {
