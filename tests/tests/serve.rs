@@ -675,3 +675,17 @@ fn what_editors_leave_beside_a_policy_keeps_no_service_from_starting() {
     let server = place.serve();
     assert_eq!(server.tenants().map(|t| t.0).collect::<Vec<_>>(), ["red"]);
 }
+
+/// A name is the policy's to look up, wherever the operator stands; a path is a path.
+#[test]
+fn a_swap_names_a_plugin_as_the_policy_does() {
+    let place = Place::new("named", &[("named", &[0], "")]);
+    let _server = place.serve();
+    let order = |plugin: &str| Order { probation: Duration::ZERO, ..Order::transport("named", plugin) };
+    let report = coordinate(&order("nccom-next.wasm")).unwrap();
+    assert!(report.committed, "{report:?}");
+    let report = coordinate(&order("nccom-other.wasm")).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not listed"), "{report:?}");
+    let report = coordinate(&order("./nccom.wasm")).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not a name in its directory"), "{report:?}");
+}
