@@ -70,6 +70,8 @@ pub const SERVICE_MESSAGE: Duration = Duration::from_secs(5);
 pub const MAX_SESSIONS: usize = 512;
 /// Bytes of the head of a request for metrics.
 pub const MAX_HTTP_HEAD: usize = 8 << 10;
+/// Who may ask for metrics at a time; the oldest makes room.
+pub const MAX_HTTP_VISITORS: usize = 16;
 /// How long one who asks for metrics may take for all of it.
 pub const HTTP_WAIT: Duration = Duration::from_secs(2);
 /// Descriptors that go with one message.

@@ -53,7 +53,8 @@ pub struct Policy {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Access {
-    /// Users whose processes may connect; the service's own if none is named.
+    /// Users whose processes may connect. The service's own, if it is started so that its own user may
+    /// ([`crate::serve::ServeConfig::allow_own_user`]): when it is named, or when none is.
     pub uids: BTreeSet<u32>,
     /// Connections at a time: one for each runtime and one for each communicator.
     pub clients: usize,
@@ -632,7 +633,11 @@ impl fmt::Display for Policy {
             s.weight, s.proxy_slots, s.control_cpu
         )?;
         let uids: Vec<String> = self.service.uids.iter().map(u32::to_string).collect();
-        let uids = if uids.is_empty() { "its own user".into() } else { format!("users {}", uids.join(", ")) };
+        let uids = if uids.is_empty() {
+            "the service's own user, if it is started with --allow-own-user".into()
+        } else {
+            format!("users {}", uids.join(", "))
+        };
         writeln!(f, "  is served to processes of {uids}, over {} connections at a time", self.service.clients)
     }
 }

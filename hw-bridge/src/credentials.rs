@@ -78,6 +78,11 @@ pub fn same_user(cred: &Credentials) -> bool {
     cred.uid == rustix::process::geteuid().as_raw() || cred.uid == 0
 }
 
+/// Whether the peer is a process of this user, and of nobody else.
+pub fn this_user(cred: &Credentials) -> bool {
+    cred.uid == rustix::process::geteuid().as_raw()
+}
+
 /// A descriptor that becomes readable when the peer's process ends, whatever PID namespace it lives in.
 ///
 /// # Errors
@@ -117,7 +122,9 @@ mod tests {
         let (a, _b) = UnixStream::pair().unwrap();
         let cred = of_peer(&a).unwrap();
         assert_eq!(cred.pid.here(), Some(std::process::id()));
-        assert!(same_user(&cred));
+        assert!(same_user(&cred) && this_user(&cred));
+        let other = Credentials { uid: cred.uid + 1, ..cred };
+        assert!(!same_user(&other) && !this_user(&other));
         assert_eq!(cred.pid.to_string(), std::process::id().to_string());
         let elsewhere = PeerPid(0);
         assert_eq!((elsewhere.here(), elsewhere.to_string().as_str()), (None, "unknown here, other PID namespace"));

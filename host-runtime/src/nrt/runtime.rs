@@ -305,9 +305,11 @@ impl Runtime {
         let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control }));
         // The first plugin's counts are its own whenever somebody asks for them first.
         metrics::note(&runtime);
-        if runtime.0.config.control {
+        if runtime.0.config.control
+            && let Some(control) = Control::start(&runtime)?
+        {
             // It was not set before.
-            let _ = runtime.0.control.set(Control::start(&runtime)?);
+            let _ = runtime.0.control.set(control);
         }
         Ok(runtime)
     }

@@ -58,6 +58,9 @@ pub struct ServeConfig {
     pub policies: PathBuf,
     /// Directory of sockets, `TENANT.sock`; made if absent.
     pub sockets: PathBuf,
+    /// Whether programs of tenants may run as the service's own user. Such a one can read and change everything that the
+    /// service has, the other tenants' memory too: the kernel does not tell the two apart.
+    pub allow_own_user: bool,
     /// What is not in a policy: the modelled device, variables granted to plugins.
     pub base: RuntimeConfig,
     /// Where the programs of all tenants take turns; none if each is to keep to its own caps and know of no neighbour. All of
@@ -254,13 +257,25 @@ fn config_of(policy: &Arc<Policy>, base: &RuntimeConfig) -> RuntimeConfig {
     }
 }
 
+/// Whether a file of that name is a policy: editors leave locks (`.#red.toml`) and copies (`red.toml~`, `#red.toml#`) beside it.
+fn is_policy(name: &str) -> bool {
+    name.ends_with(".toml") && !name.starts_with(['.', '#'])
+}
+
 /// All policies of a directory, by name of file.
 fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     let io = |source| Error::System { what: format!("reading the policies in {}", dir.display()), source };
     let mut files = std::fs::read_dir(dir)
         .and_then(|entries| entries.map(|e| Ok(e?.path())).collect::<std::io::Result<Vec<_>>>())
         .map_err(io)?;
-    files.retain(|f| f.extension().is_some_and(|e| e == "toml"));
+    files.retain(|f| {
+        let name = f.file_name().unwrap_or_default().to_string_lossy();
+        let kept = is_policy(&name);
+        if !kept && name.contains(".toml") {
+            tracing::warn!("{} is no policy: it is hidden, or an editor's copy of one", f.display());
+        }
+        kept
+    });
     files.sort();
     let mut all: Vec<Arc<Policy>> = Vec::new();
     for file in &files {
@@ -275,6 +290,22 @@ fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
         return Err(Error::Config(format!("there is no policy (*.toml) in {}; a service has tenants", dir.display())));
     }
     Ok(all)
+}
+
+/// Whether no program of the tenant's can run as the service's own user; else the sentence that says what to do.
+fn apart(policy: &Policy) -> Result<(), Error> {
+    let (me, uids) = (rustix::process::geteuid().as_raw(), &policy.service.uids);
+    let how = match (uids.is_empty(), uids.contains(&me)) {
+        (true, _) => "names no users",
+        (_, true) => "names that one",
+        _ => return Ok(()),
+    };
+    Err(Error::Config(format!(
+        "tenant {}: its programs would run as the service's own user ({me}), who can read and change all that the service has, \
+         other tenants' memory too: its policy {how} in service.uids. Name others there, or start the service with \
+         --allow-own-user (ServeConfig::allow_own_user) if its tenants trust one another",
+        policy.tenant
+    )))
 }
 
 /// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
@@ -336,10 +367,14 @@ impl Server {
     /// Reads the policies, loads each tenant's plugin, opens the sockets.
     ///
     /// # Errors
-    /// [`Error::Config`] for a policy that cannot be used, a directory that others can write or that another service serves;
+    /// [`Error::Config`] for a policy that cannot be used or that admits the service's own user without
+    /// [`ServeConfig::allow_own_user`], a directory that others can write or that another service serves;
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
+        if !config.allow_own_user {
+            policies.iter().try_for_each(|p| apart(p))?;
+        }
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
@@ -414,6 +449,18 @@ impl Drop for Server {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_editors_leave_beside_a_policy_is_none() {
+        for name in ["red.toml", "a.b.toml"] {
+            assert!(is_policy(name), "{name}");
+        }
+        for name in
+            [".#red.toml", ".red.toml", "#red.toml#", "#red.toml", "red.toml~", ".red.toml.swp", "red.txt", "toml"]
+        {
+            assert!(!is_policy(name), "{name}");
+        }
+    }
 
     #[test]
     fn grants_that_no_limit_of_descriptors_holds_are_told() {

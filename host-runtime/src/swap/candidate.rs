@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 use wasmtime::component::Resource;
 
 use super::exported::fits;
-use super::{Order, lifecycle};
+use super::{Request, lifecycle};
 use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
@@ -79,13 +79,13 @@ pub(super) struct Candidate {
 
 impl Candidate {
     /// LOAD: the gate of the first load, by another door.
-    pub fn load(runtime: &Runtime, order: &Order, parked: Option<&Parked>) -> Result<Candidate, String> {
+    pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
         let inner = &runtime.0;
         // Without one there would be nothing to exchange, after all had agreed.
         inner.forward.loaded()?;
-        let (loaded, kept) = match (&order.plugin, parked) {
+        let (loaded, kept) = match (request.plugin(runtime), parked) {
             (Some(path), _) => {
-                let loaded = forward::load(&inner.tenant, path, &inner.config.without_callbacks);
+                let loaded = forward::load(&inner.tenant, &path, &inner.config.without_callbacks);
                 (loaded.map_err(|e| e.sentinel)?, Vec::new())
             }
             (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),

@@ -43,6 +43,7 @@ mod part;
 mod probation;
 
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -82,6 +83,20 @@ pub struct Request {
     pub pids: Vec<u32>,
     /// What is wanted.
     pub order: Order,
+    /// The folder of whoever asks, from which the plugin's file is reached.
+    pub folder: PathBuf,
+}
+
+impl Request {
+    /// The plugin as `runtime`'s tenant asks for it: a mere name is its policy's to look up, if it has one.
+    fn plugin(&self, runtime: &Runtime) -> Option<PathBuf> {
+        let named = |p: &Path| p.parent().is_some_and(|dir| dir.as_os_str().is_empty());
+        self.order.plugin.as_deref().map(|p| match runtime.0.tenant.policy.is_some() && named(p) {
+            true => p.to_path_buf(),
+            // One that begins at the root stays as it is.
+            false => self.folder.join(p),
+        })
+    }
 }
 
 /// What became of a swap on one participant.

@@ -69,7 +69,7 @@ impl Place {
 
     fn config(&self) -> ServeConfig {
         let (policies, sockets) = (self.0.join("policies"), self.0.join("sockets"));
-        ServeConfig { policies, sockets, base: config(), market: None, identify }
+        ServeConfig { policies, sockets, base: config(), market: None, allow_own_user: true, identify }
     }
 
     fn serve(&self) -> Server {
@@ -635,4 +635,50 @@ fn an_ending_service_finishes_what_there_is() {
     comm.query_info().unwrap();
     drop(comm);
     idle(&server);
+}
+
+/// A tenant's program that runs as the service's own user can read all that the service has: that is asked for, never assumed.
+#[test]
+fn the_services_own_user_is_served_only_where_that_was_asked_for() {
+    let me = rustix::process::geteuid().as_raw();
+    let (other, both) =
+        (format!("[service]\nuids = [{}]\n", me + 1), format!("[service]\nuids = [{}, {me}]\n", me + 1));
+    for (blue, how) in [("", "names no users in service.uids"), (&both, "names that one in service.uids")] {
+        let place = Place::new("own-user", &[("red", &[0], &other), ("blue", &[1], blue)]);
+        let strict = ServeConfig { allow_own_user: false, ..place.config() };
+        let e = Server::start(&strict).map(|_| ()).unwrap_err().to_string();
+        let who = format!("tenant blue: its programs would run as the service's own user ({me})");
+        assert!(e.contains(&who) && e.contains(how) && e.contains("--allow-own-user"), "{e}");
+        assert!(!place.socket("red").exists());
+        drop(place.serve());
+    }
+    let place = Place::new("own-user", &[("red", &[0], &other)]);
+    Server::start(&ServeConfig { allow_own_user: false, ..place.config() }).unwrap();
+}
+
+/// An editor that has a policy open leaves a link to nowhere beside it, and copies of another state.
+#[test]
+fn what_editors_leave_beside_a_policy_keeps_no_service_from_starting() {
+    let place = Place::new("editors", &[("red", &[0], "")]);
+    let policies = place.0.join("policies");
+    std::os::unix::fs::symlink("somebody@somewhere.4711:1", policies.join(".#red.toml")).unwrap();
+    for copy in ["red.toml~", "#red.toml#", ".red.toml.swp", "#red.toml"] {
+        std::fs::write(policies.join(copy), "half a pol").unwrap();
+    }
+    let server = place.serve();
+    assert_eq!(server.tenants().map(|t| t.0).collect::<Vec<_>>(), ["red"]);
+}
+
+/// A name is the policy's to look up, wherever the operator stands; a path is a path.
+#[test]
+fn a_swap_names_a_plugin_as_the_policy_does() {
+    let place = Place::new("named", &[("named", &[0], "")]);
+    let _server = place.serve();
+    let order = |plugin: &str| Order { probation: Duration::ZERO, ..Order::transport("named", plugin) };
+    let report = coordinate(&order("nccom-next.wasm")).unwrap();
+    assert!(report.committed, "{report:?}");
+    let report = coordinate(&order("nccom-other.wasm")).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not listed"), "{report:?}");
+    let report = coordinate(&order("./nccom.wasm")).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not a name in its directory"), "{report:?}");
 }
