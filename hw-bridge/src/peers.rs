@@ -360,14 +360,16 @@ impl Control {
         let mark = Mark::new().map_err(|source| SegmentError::System { step, bytes, source })?;
         let (pid, asymmetric) = (std::process::id(), crate::semaphore::asymmetric());
         let c = Control::create_for(rank, nranks, Owner { pid, asymmetric, mark: mark.words() })?;
+        c.commit(0)?;
         Ok(Control { left: AtomicBool::new(false), _mark: Some(mark), ..c })
     }
 
-    /// Makes that of another process, which takes it over by [`Control::adopt`]: only it says how the rank stands.
+    /// Makes that of another process, which takes it over by [`Control::adopt`]: only it says how the rank stands, and it has the
+    /// memory of the lanes allocated, on its own account. The maker's is the first page.
     pub fn create_for(rank: u32, nranks: u32, owner: Owner) -> Result<Control, SegmentError> {
         let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
         let c = Control { segment, left: AtomicBool::new(true), owner: None, _mark: None };
-        c.commit(0)?;
+        c.segment.commit(0, BLOCK_BYTES as u64)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
         word(ident::ASYMMETRIC, u64::from(owner.asymmetric));
@@ -386,6 +388,7 @@ impl Control {
         if ident::MARK.map(|at| c.ident(at)) != mark.words() {
             return Err(SegmentError::Foreign("it was made for another process".into()));
         }
+        c.commit(0)?;
         Ok(Control { left: AtomicBool::new(false), _mark: Some(mark), ..c })
     }
 
@@ -891,6 +894,24 @@ mod tests {
         assert_eq!((own.pid(), own.state().0), (7, RankState::Alive));
         own.leave(RankState::Failed, "why");
         assert_eq!(made.state(), (RankState::Failed, "why".into()));
+    }
+
+    /// What a service makes for its clients is on the clients' account: whoever allocates a page is charged for it.
+    #[test]
+    fn what_is_made_for_a_process_takes_its_makers_memory_for_a_page() {
+        let mark = Mark::new().unwrap();
+        let owner = Owner { pid: 7, asymmetric: true, mark: mark.words() };
+        let made = Control::create_for(0, 1, owner).unwrap();
+        let fd = || made.segment.fd().unwrap().try_clone_to_owned().unwrap();
+        let bytes = || rustix::fs::fstat(fd()).unwrap().st_blocks as usize * 512;
+        assert_eq!(bytes(), BLOCK_BYTES);
+        // Nor does it when it looks, or says that it leaves.
+        made.leave(RankState::Failed, "why");
+        assert_eq!((made.counters(), made.records()), (Counters::default(), Vec::new()));
+        assert_eq!(bytes(), BLOCK_BYTES);
+        let own = Control::adopt(Segment::adopt(fd(), CONTROL_BYTES as u64).unwrap(), 0, 1, mark).unwrap();
+        assert!(bytes() >= BLOCK_BYTES + STAGE_AT, "the client's first lane has its memory");
+        drop(own);
     }
 
     #[test]
