@@ -30,7 +30,8 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     let config = RuntimeConfig::from_env()?;
     // A runtime that is open has raised the limit of descriptors.
     let limits = hw_bridge::exhausted::limits();
-    let runtime = Runtime::open(config)?;
+    // With a service none of it runs here.
+    let runtime = Runtime::open(RuntimeConfig { examine: config.service.is_none(), ..config })?;
     let (config, device) = (runtime.config(), &runtime.tenant().device);
     let mut lines = Vec::new();
     let mut head = |title: &str, rows: Vec<(&str, String)>| {

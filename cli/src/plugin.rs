@@ -33,6 +33,7 @@ Examples:
 
 Does what a runtime does when it opens: compiles, compares the imports, instantiates, asks the probe, looks the 37 entries up.
 Exit code: 0 if it loads, else 1.";
+What of the file runs for that reaches no address, no file and no name of this machine, and starts no task.
 
 const SIGN_EXAMPLES: &str = "\
 Examples:
@@ -197,7 +198,9 @@ pub fn start(command: &Command) -> anyhow::Result<ExitCode> {
 }
 
 fn open(file: &Path) -> anyhow::Result<Runtime> {
-    let config = RuntimeConfig { plugin: Some(file.to_path_buf()), net_plugin: None, ..RuntimeConfig::from_env()? };
+/// Opens a runtime with the file, which runs a little of it: nobody has said that it may do anything.
+    let (plugin, examine) = (Some(file.to_path_buf()), true);
+    let config = RuntimeConfig { plugin, net_plugin: None, examine, ..RuntimeConfig::from_env()? };
     Ok(Runtime::open(config)?)
 }
 

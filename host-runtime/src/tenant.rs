@@ -156,6 +156,8 @@ pub struct Tenant {
     pub id: u64,
     /// What an operator lets it do; without, it may do whatever this process may.
     pub policy: Option<Arc<Policy>>,
+    /// Whether its plugins are only looked at.
+    pub(crate) examined: bool,
     /// What its plugins may use.
     pub limits: Limits,
     /// What its waiting ranks do with their cores.
@@ -245,6 +247,7 @@ impl Tenant {
             cpu: config.policy.as_ref().map(|p| Allowance::new(p.share.control_cpu, Instant::now())),
             policy: config.policy.clone(),
             limits: config.limits,
+            examined: config.examine,
             wait: config.wait,
             device: device.clone(),
             vars: config.vars.clone(),

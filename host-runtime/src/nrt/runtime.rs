@@ -77,6 +77,9 @@ pub struct RuntimeConfig {
     pub direct: bool,
     /// Whether operators can ask of this runtime, and swap its plugin, on a control socket ([`crate::control`]).
     pub control: bool,
+    /// Whether the plugins are only looked at, as by `wccl plugin check`: loaded in this process, with none of what the
+    /// policy grants them, and without a control socket. What is open then makes no group of more than one.
+    pub examine: bool,
     /// Callbacks this host does not serve; for conformance tests of INV-08.
     pub without_callbacks: Vec<String>,
     /// What happens at which step of a swap; for tests of [`crate::swap`].
@@ -108,6 +111,7 @@ impl Default for RuntimeConfig {
             table: None,
             direct: true,
             control: true,
+            examine: false,
             without_callbacks: Vec::new(),
             swap_faults: Vec::new(),
         }
@@ -266,6 +270,9 @@ impl Runtime {
         // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
         hw_bridge::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
+        if config.examine {
+            (config.service, config.control) = (None, false);
+        }
         let service = config.service.as_deref().map(Service::open).transpose()?;
         if let Some(s) = &service {
             (config.tenant, config.tenant_id) = s.tenant();
