@@ -12,6 +12,7 @@ use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::plugin::check::{CALLBACKS, TRANSPORT, split_version};
 use host_runtime::plugin::signing::SecretKey;
 use host_runtime::plugin::{Kind, Library, cache, engine, read};
+use hw_bridge::shown::one_line;
 use serde::Serialize;
 
 use crate::size;
@@ -32,8 +33,8 @@ Examples:
   wccl plugin check target/plugins/nccom.wasm && echo fine
 
 Does what a runtime does when it opens: compiles, compares the imports, instantiates, asks the probe, looks the 37 entries up.
-Exit code: 0 if it loads, else 1.";
 What of the file runs for that reaches no address, no file and no name of this machine, and starts no task.
+Exit code: 0 if it loads, else 1.";
 
 const SIGN_EXAMPLES: &str = "\
 Examples:
@@ -197,8 +198,8 @@ pub fn start(command: &Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn open(file: &Path) -> anyhow::Result<Runtime> {
 /// Opens a runtime with the file, which runs a little of it: nobody has said that it may do anything.
+fn open(file: &Path) -> anyhow::Result<Runtime> {
     let (plugin, examine) = (Some(file.to_path_buf()), true);
     let config = RuntimeConfig { plugin, net_plugin: None, examine, ..RuntimeConfig::from_env()? };
     Ok(Runtime::open(config)?)
@@ -248,7 +249,7 @@ fn is_served(import: &Interface) -> bool {
 /// Names of all imports and exports of a component that does not link.
 fn names_only(bytes: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
     let engine = engine::engine()?;
-    let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
+    let component = cache::compile(engine, bytes).map_err(|e| one_line(&format!("it does not compile: {e:#}")))?;
     let ty = component.component_type();
     let imports = ty.imports(engine).map(|(name, _)| name.to_string()).collect();
     let exports = ty.exports(engine).map(|(name, _)| name.to_string()).collect();

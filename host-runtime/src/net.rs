@@ -13,6 +13,7 @@ use crate::bindings::neuron::hw::net;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::NetLibraryObject;
 use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::reverse::line;
 use crate::status::Status;
 use crate::tenant::{NetState, Tenant, lock};
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, ComponentType, Lift, Lower, Resource};
@@ -171,7 +172,7 @@ impl net::Host for HostState {
         let library = self.table.get(&library)?.0.clone();
         let tenant = self.tenant.clone();
         Ok(library.bind(&tenant).map_err(|why| {
-            tracing::info!("{why}");
+            tracing::info!("{}", line(&why));
             self.fail(Status::FAILURE, why)
         }))
     }

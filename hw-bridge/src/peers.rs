@@ -34,6 +34,7 @@ use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_B
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::{Bell, Fence, publish_fence};
+use crate::shown::one_line;
 
 const MAGIC: u64 = 0x316c_6363_776c_6377;
 const BLOCK_BYTES: usize = 4096;
@@ -534,7 +535,7 @@ impl Control {
         };
         let len = (s.len.load(Ordering::Relaxed) as usize).min(REASON_BYTES);
         let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
-        let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let text = one_line(&String::from_utf8_lossy(&bytes));
         (state, text)
     }
 

@@ -20,6 +20,7 @@ use crate::error::Error;
 use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
 use crate::plugin::{HostState, Instance, Kind, Library};
 use crate::status::Status;
+use crate::reverse::line;
 use crate::tenant::Tenant;
 
 /// The interface that a library exports.
@@ -98,7 +99,8 @@ pub struct LoadError {
 }
 
 fn failed(sentinel: String) -> LoadError {
-    LoadError { status: Status::FAILURE, sentinel }
+    // Names of files and words of their makers may be in it.
+    LoadError { status: Status::FAILURE, sentinel: line(&sentinel) }
 }
 
 fn opening(reason: &str) -> LoadError {
@@ -146,8 +148,9 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
             Ok(index) => slots.push(index),
             Err(reason) => {
                 let text = format!("cannot find symbol \"{}\" in NCCL. Reason: {reason}", ORIGINALS[i]);
-                tracing::error!(plugin = %library.name, "{text}");
-                return Err(failed(text));
+                let error = failed(text);
+                tracing::error!(plugin = %library.name, "{}", error.sentinel);
+                return Err(error);
             }
         }
     }

@@ -16,6 +16,7 @@ use super::throttle::Working;
 use super::{HostState, Library};
 use crate::error::Error;
 use crate::limits::GUEST_STACK;
+use crate::reverse::line;
 use crate::tenant::{Tenant, lock};
 
 thread_local! {
@@ -354,7 +355,7 @@ fn cause_of(e: &wasmtime::Error, state: &HostState) -> String {
     text
 }
 
-/// The innermost cause, without the guest's backtrace.
+/// The innermost cause, without the guest's backtrace, as a line.
 fn root(e: &wasmtime::Error) -> String {
-    e.root_cause().to_string()
+    line(&e.root_cause().to_string())
 }

@@ -27,11 +27,12 @@ pub use instance::{Instance, Stop};
 pub use source::read;
 pub use state::HostState;
 
+use crate::reverse::line;
 use crate::tenant::Tenant;
 
 /// A compiled plugin whose imports are served. Shared by all its instances.
 pub struct Library {
-    /// File name, for messages.
+    /// File name, for messages; fit for a line.
     pub name: String,
     /// SHA-256 of the file, in hex.
     pub digest: String,
@@ -67,13 +68,13 @@ pub enum Kind {
 /// the plugin's name.
 pub(crate) fn load(tenant: &Tenant, path: &Path, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
     let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-    let bytes = source::read_for(tenant, path)?;
+    let bytes = source::read_for(tenant, path).map_err(|why| line(&why))?;
     Library::link_within(&name, &bytes, kind, without, Grant::of(tenant)).map_err(|denied| match denied.limit {
         Some(limit) if tenant.policy.is_some() => {
             tenant.counters.refused(limit);
-            format!("{} (tenant {})", denied.why, tenant.name)
+            line(&format!("{} (tenant {})", denied.why, tenant.name))
         }
-        _ => denied.why,
+        _ => line(&denied.why),
     })
 }
 
@@ -82,7 +83,7 @@ impl Library {
     /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
     /// without the plugin's name.
     pub fn link(name: &str, bytes: &[u8], kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
-        Library::link_within(name, bytes, kind, without, Grant::default()).map_err(|denied| denied.why)
+        Library::link_within(name, bytes, kind, without, Grant::default()).map_err(|denied| line(&denied.why))
     }
 
     fn link_within(
@@ -114,7 +115,7 @@ impl Library {
         })?;
         let digest = cache::content_hash(bytes);
         Ok(Arc::new(Library {
-            name: name.to_string(),
+            name: line(name),
             digest,
             bytes: bytes.len() as u64,
             grant,

@@ -263,8 +263,7 @@ impl HostState {
     pub(crate) fn note(&mut self, why: String) {
         if self.causes.len() < MAX_CAUSES {
             // The guest's words may be in it.
-            let clean: String =
-                crate::reverse::line(&why).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+            let clean = crate::reverse::line(&why);
             // What is tried again says the same again.
             if self.causes.last() != Some(&clean) {
                 self.causes.push(clean);

@@ -14,6 +14,7 @@ use hw_bridge::credentials::{self, Credentials};
 use hw_bridge::peers::Owner;
 use hw_bridge::segment::Segment;
 use hw_bridge::share::{Entered, Register};
+use hw_bridge::shown::one_line;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome};
@@ -104,7 +105,7 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
 
 /// A client's words, as far as a line of the log and a terminal can have them.
 fn said(text: &str) -> String {
-    text.chars().take(MAX_WORDS).map(|c| if c.is_control() { ' ' } else { c }).collect()
+    one_line(&text.chars().take(MAX_WORDS).collect::<String>())
 }
 
 /// What becomes readable when the client's process ends.

@@ -16,6 +16,7 @@ use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
 use crate::nrt::plane::{Plan, Plane};
 use crate::plugin::{Instance, Library, bounded};
+use crate::reverse::line;
 
 /// What the old plugin has at least for the call by which it serves on.
 const RESUMES: Duration = Duration::from_millis(500);
@@ -144,7 +145,8 @@ impl Candidate {
         if old.wire_compat != new.wire_compat {
             return Err(about(format!(
                 "the connections that are handed over speak `{}` and the new plugin `{}`",
-                old.wire_compat, new.wire_compat
+                line(&old.wire_compat),
+                line(&new.wire_compat)
             )));
         }
         fits(&old.schema_name, old.state_schema, &new).map_err(about)?;
