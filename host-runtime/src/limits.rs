@@ -44,6 +44,8 @@ pub fn byte_list(interface: &str, function: &str) -> Option<u64> {
 pub const TICK: Duration = Duration::from_millis(10);
 /// Bytes a plugin file may have.
 pub const MAX_PLUGIN_BYTES: u64 = 64 << 20;
+/// Bytes that an element of a table is counted with.
+pub const TABLE_ELEMENT: usize = 16;
 /// Stack of guest code.
 pub const GUEST_STACK: usize = 512 * 1024;
 /// Sentences kept for the failure an entry reports.
@@ -106,6 +108,8 @@ pub const PACK_BYTES: usize = 64 * 1024;
 pub struct Limits {
     /// Linear memory of one instance, bytes.
     pub memory: usize,
+    /// Linear memory and tables of all instances together, bytes; a swap has its two plugins in it for a moment.
+    pub memory_in_all: usize,
     /// Elements of one table.
     pub table: usize,
     /// Guest time of one call, host functions not counted.
@@ -126,7 +130,7 @@ pub struct Limits {
     pub names: usize,
     /// Other host objects of one instance.
     pub objects: usize,
-    /// Log lines of one instance in a second.
+    /// Log lines of all instances together in a second.
     pub log_rate: u32,
     /// Stops of a plugin within the window after which it is not started again.
     pub restarts: u32,
@@ -156,6 +160,7 @@ impl Default for Limits {
             restarts: 5,
             restart_window: Duration::from_secs(600),
             restart_pause: Duration::from_millis(100),
+            memory_in_all: 4 << 30,
             state: 1 << 20,
         }
     }

@@ -395,6 +395,7 @@ struct WrittenWasi {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct WrittenLimits {
     memory: Option<Bytes>,
+    memory_in_all: Option<Bytes>,
     table: Option<usize>,
     call: Option<Span>,
     call_in_all: Option<Span>,
@@ -529,6 +530,7 @@ impl Policy {
             sockets: l.connections.unwrap_or(d.sockets),
             names: l.names.unwrap_or(d.names),
             objects: l.objects.unwrap_or(d.objects),
+            memory_in_all: size(l.memory_in_all, d.memory_in_all),
             tasks: l.tasks.unwrap_or(d.tasks),
             log_rate: l.log_lines.unwrap_or(d.log_rate),
             restarts: l.restarts.unwrap_or(d.restarts),
@@ -601,19 +603,15 @@ impl fmt::Display for Policy {
             self.devices.hbm, self.devices.registered
         )?;
         let l = &self.limits;
-        let state = Bytes(l.state as u64);
+        let (state, in_all) = (Bytes(l.state as u64), Bytes(l.memory_in_all as u64));
         writeln!(
             f,
-            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks, {} connections and {} \
-             published names in all",
-            l.communicators, l.tasks, l.sockets, l.names
+            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks, {} connections, {} \
+             published names, {in_all} of plugin memory and {} log lines a second in all",
+            l.communicators, l.tasks, l.sockets, l.names, l.log_rate
         )?;
         let memory = Bytes(l.memory as u64);
-        writeln!(
-            f,
-            "  each instance: {memory} of memory, tables of {} elements, {} host objects, {} log lines a second",
-            l.table, l.objects, l.log_rate
-        )?;
+        writeln!(f, "  each instance: {memory} of memory, tables of {} elements, {} host objects", l.table, l.objects)?;
         writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
         writeln!(
             f,

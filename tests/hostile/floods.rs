@@ -160,6 +160,24 @@ pub fn group() -> Group {
             ),
         ),
         animal(
+            "communicators that each take as much memory as one may, until the tenant has no more",
+            "plugin animal.wasm stopped in instantiate on tenant hostile: tenant hostile asked for 3 MiB of plugin memory beyond the … it has; limits.memory-in-all grants 10 MiB; data in flight goes on",
+            |cage| {
+                let mut p = Plugin::lone_rank()?;
+                p.pages = 48;
+                let mut c = cage.config(&p)?;
+                c.limits.memory_in_all = 10 << 20;
+                let runtime = crate::zoo::opened(c)?;
+                let join = || runtime.init_comm(CommOptions::with_id([0; 128], 0, 1));
+                let held = (join()?, join()?);
+                let refused = said(join())?;
+                // What another one leaves is there again.
+                drop(held.0);
+                join()?;
+                Ok(refused)
+            },
+        ),
+        animal(
             "a wait of 49 days for a connection that never comes",
             "plugin animal.wasm stopped in neuronGetUniqueId on tenant hostile: the call took more than 2s in all, waits included; data in flight goes on: Timeout waiting for incoming connection on 127.0.0.1:…",
             |cage| {

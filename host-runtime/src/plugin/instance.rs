@@ -138,7 +138,9 @@ impl Instance {
             let (_, limit) = store.data_mut().take_causes();
             let cause = limit
                 .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
-            note_stop(library, store.data(), &cause);
+            if !store.data().crowded() {
+                note_stop(library, store.data(), &cause);
+            }
             cause
         })?;
         store.data_mut().live = true;
