@@ -409,6 +409,13 @@ struct WrittenLimits {
     restart_window: Option<Span>,
     restart_pause: Option<Span>,
     state: Option<Bytes>,
+    plugin_bytes: Option<Bytes>,
+    plugin_functions: Option<usize>,
+    plugin_locals: Option<usize>,
+    function_locals: Option<usize>,
+    function_bytes: Option<Bytes>,
+    plugin_names: Option<usize>,
+    plugin_instances: Option<usize>,
 }
 
 /// Why a policy cannot be used.
@@ -523,6 +530,7 @@ impl Policy {
         let size = |b: Option<Bytes>, d: usize| b.map_or(d, |b| usize::try_from(b.0).unwrap_or(usize::MAX));
         let limits = Limits {
             memory: size(l.memory, d.memory),
+            memory_in_all: size(l.memory_in_all, d.memory_in_all),
             table: l.table.unwrap_or(d.table),
             call: l.call.map_or(d.call, |s| s.0),
             wall: l.call_in_all.map_or(d.wall, |s| s.0),
@@ -530,13 +538,19 @@ impl Policy {
             sockets: l.connections.unwrap_or(d.sockets),
             names: l.names.unwrap_or(d.names),
             objects: l.objects.unwrap_or(d.objects),
-            memory_in_all: size(l.memory_in_all, d.memory_in_all),
             tasks: l.tasks.unwrap_or(d.tasks),
             log_rate: l.log_lines.unwrap_or(d.log_rate),
             restarts: l.restarts.unwrap_or(d.restarts),
             restart_window: l.restart_window.map_or(d.restart_window, |s| s.0),
             restart_pause: l.restart_pause.map_or(d.restart_pause, |s| s.0),
             state: size(l.state, d.state),
+            plugin_bytes: size(l.plugin_bytes, d.plugin_bytes),
+            plugin_functions: l.plugin_functions.unwrap_or(d.plugin_functions),
+            plugin_locals: l.plugin_locals.unwrap_or(d.plugin_locals),
+            function_locals: l.function_locals.unwrap_or(d.function_locals),
+            function_bytes: size(l.function_bytes, d.function_bytes),
+            plugin_names: l.plugin_names.unwrap_or(d.plugin_names),
+            plugin_instances: l.plugin_instances.unwrap_or(d.plugin_instances),
             ..d
         };
         Ok(Policy {
@@ -612,6 +626,13 @@ impl fmt::Display for Policy {
         )?;
         let memory = Bytes(l.memory as u64);
         writeln!(f, "  each instance: {memory} of memory, tables of {} elements, {} host objects", l.table, l.objects)?;
+        let (bytes, body) = (Bytes(l.plugin_bytes as u64), Bytes(l.function_bytes as u64));
+        writeln!(
+            f,
+            "  a plugin has at most {bytes}, {} functions of {body} and {} locals each, {} locals in all, {} imports and exports, \
+             {} instances",
+            l.plugin_functions, l.function_locals, l.plugin_locals, l.plugin_names, l.plugin_instances
+        )?;
         writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
         writeln!(
             f,

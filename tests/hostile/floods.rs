@@ -2,7 +2,7 @@
 
 use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, init_comm};
 
-use host_runtime::nrt::CommOptions;
+use host_runtime::nrt::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Group, animal, at_once, gives_up, said};
 
@@ -175,6 +175,16 @@ pub fn group() -> Group {
                 drop(held.0);
                 join()?;
                 Ok(refused)
+            },
+        ),
+        animal(
+            "a plugin of few bytes that stands for much work of the compiler: locals",
+            "Error opening libnccom.so, cannot use collective operations! plugin …/animal.wasm: it would cost too much to compile: it has 10001 locals in one function or more; limits.function-locals grants 10000",
+            |cage| {
+                let mut p = Plugin::lone_rank()?;
+                p.extra(&format!("(func (local {}))", "i64 ".repeat(10_001)));
+                let runtime = Runtime::open(cage.config(&p)?)?;
+                Ok(runtime.load_error().ok_or_else(|| anyhow::anyhow!("it loaded"))?.sentinel)
             },
         ),
         animal(

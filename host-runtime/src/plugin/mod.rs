@@ -5,6 +5,7 @@
 
 pub mod cache;
 pub mod check;
+mod cost;
 pub mod engine;
 mod grant;
 mod instance;
@@ -27,6 +28,7 @@ pub use instance::{Instance, Stop};
 pub use source::read;
 pub use state::HostState;
 
+use crate::limits::Limits;
 use crate::reverse::line;
 use crate::tenant::Tenant;
 
@@ -69,7 +71,9 @@ pub enum Kind {
 pub(crate) fn load(tenant: &Tenant, path: &Path, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
     let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
     let bytes = source::read_for(tenant, path).map_err(|why| line(&why))?;
-    Library::link_within(&name, &bytes, kind, without, Grant::of(tenant)).map_err(|denied| match denied.limit {
+    Library::link_within(&name, &bytes, kind, without, Grant::of(tenant), &tenant.limits).map_err(|denied| match denied
+        .limit
+    {
         Some(limit) if tenant.policy.is_some() => {
             tenant.counters.refused(limit);
             line(&format!("{} (tenant {})", denied.why, tenant.name))
@@ -83,7 +87,8 @@ impl Library {
     /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
     /// without the plugin's name.
     pub fn link(name: &str, bytes: &[u8], kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
-        Library::link_within(name, bytes, kind, without, Grant::default()).map_err(|denied| line(&denied.why))
+        Library::link_within(name, bytes, kind, without, Grant::default(), &Limits::default())
+            .map_err(|denied| line(&denied.why))
     }
 
     fn link_within(
@@ -92,6 +97,7 @@ impl Library {
         kind: Kind,
         without: &[String],
         most: Grant,
+        limits: &Limits,
     ) -> Result<Arc<Library>, Denied> {
         let engine = engine::engine()?;
         match bytes.get(..8) {
@@ -104,6 +110,7 @@ impl Library {
             _ => return Err("it is not a WebAssembly component".to_string().into()),
         }
         let grant = Arc::new(most.cut_to(bytes)?);
+        cost::within(bytes, limits)?;
         let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
         check::imports(engine, &component, kind, without, &grant.wasi)?;
         let mut linker = Linker::new(engine);
@@ -200,7 +207,6 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::error::Error;
-    use crate::limits::Limits;
     use crate::tenant::{Tenant, limited};
 
     const CALLS_BACK: &str = r#"(component
