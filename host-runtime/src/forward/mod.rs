@@ -17,10 +17,11 @@ pub use wasmtime::component::Resource;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::VersionInfo;
 use crate::error::Error;
+use crate::hw::objects::Client;
 use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
 use crate::plugin::{HostState, Instance, Kind, Library};
-use crate::status::Status;
 use crate::reverse::line;
+use crate::status::Status;
 use crate::tenant::Tenant;
 
 /// The interface that a library exports.
@@ -159,16 +160,19 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
 }
 
 impl Loaded {
-    /// An instance of the library for one communicator of one rank.
+    /// An instance of the library for one communicator of one rank, of a `client` if that is another process's. It is whose it
+    /// is before any of the guest's code runs: a start function is that, too.
     pub(crate) fn instantiate(
         &self,
         tenant: &Arc<Tenant>,
         abort: &AbortToken,
         core: Option<i32>,
+        client: Option<Client>,
     ) -> Result<Arc<Instance>, Error> {
         let refused = |refusal| self.instance.supervised("instantiate", refusal);
         tenant.supervisor.admit(&self.library, &tenant.limits).map_err(refused)?;
-        let state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
+        let mut state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
+        state.client = client;
         Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
             entry: "instantiate",
             plugin: self.library.name.clone(),

@@ -278,6 +278,45 @@ mod tests {
         }
     }
 
+    /// What it asks of the host then is of the process that it is made for, not of this one.
+    #[test]
+    fn a_start_function_runs_for_the_client_of_its_instance() {
+        use crate::forward::{Loaded, Version};
+        use crate::hw::objects::Client;
+        let engine = engine::engine().unwrap();
+        let wat = r#"(component
+            (import "callback" (func $callback))
+            (core func $lowered (canon lower (func $callback)))
+            (core module $m (import "" "callback" (func $callback)) (start $callback))
+            (core instance (instantiate $m (with "" (instance (export "callback" (func $lowered)))))))"#;
+        let component = Component::new(engine, wat::parse_str(wat).unwrap()).unwrap();
+        let seen: Arc<Mutex<Vec<Option<u32>>>> = Arc::default();
+        let log = seen.clone();
+        let mut linker = Linker::<HostState>::new(engine);
+        linker
+            .root()
+            .func_wrap("callback", move |store, (): ()| {
+                log.lock().unwrap().push(store.data().client.as_ref().map(|c| c.owner.pid));
+                Ok(())
+            })
+            .unwrap();
+        let pre = linker.instantiate_pre(&component).unwrap();
+        let (grant, slots, version) = Default::default();
+        let (name, digest) = ("starts".into(), String::new());
+        let library = Arc::new(Library { name, digest, bytes: 0, grant, component, pre, slots, version });
+        let tenant = limited(Limits::default());
+        let abort = AbortToken::new().unwrap();
+        let state = HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None);
+        let instance = Instance::new(&library, state).unwrap();
+        let loaded = Loaded { library, instance, version: Version::default(), generation: 0 };
+        let owner = hw_bridge::peers::Owner { pid: 4242, asymmetric: false, mark: [0; 2] };
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        let pidfd = Arc::new(rustix::event::eventfd(0, flags).unwrap());
+        let client = Client { owner, pidfd, hbm: hw_bridge::hbm::Hbm::new(1 << 20).unwrap() };
+        loaded.instantiate(&tenant, &abort, Some(0), Some(client)).unwrap();
+        assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);
+    }
+
     /// It would wait for as long as that call takes.
     #[test]
     fn types_are_not_checked_behind_a_call_that_does_not_end_in_time() {

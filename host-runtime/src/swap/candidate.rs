@@ -108,10 +108,9 @@ impl Candidate {
             let new = match back {
                 Some((_, control, _)) => control.clone(),
                 None => {
-                    let logical = Some(plane.logical_core());
-                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical);
+                    let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
+                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, client);
                     let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
-                    instance.peek(|s| s.client = core.client().cloned());
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
                         .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
