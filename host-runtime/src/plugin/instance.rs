@@ -126,6 +126,8 @@ impl Instance {
     ) -> Result<(Store<HostState>, wasmtime::component::Instance), String> {
         let engine = super::engine::engine()?;
         let tenant = state.tenant.clone();
+        // Whatever it is for: a communicator, a task, the net plugin's first binding.
+        tenant.supervisor.admit(library, &tenant.limits).map_err(|refusal| refusal.to_string())?;
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
         store.data_mut().begin_call("instantiate", UNTIL.take());
