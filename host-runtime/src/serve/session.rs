@@ -63,7 +63,8 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
                 theirs.protocol, theirs.release, mine.protocol, mine.release
             ));
         }
-        let pidfd = process_of(stream, who).map_err(|e| format!("its process cannot be watched: {e}"))?;
+        let pidfd =
+            credentials::process_of_peer(stream, who.pid).map_err(|e| format!("its process cannot be watched: {e}"))?;
         let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
         let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
         let enter = |m: &Arc<Register>| m.enter(hosted.runtime.tenant().id);
@@ -106,21 +107,6 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
 /// A client's words, as far as a line of the log and a terminal can have them.
 fn said(text: &str) -> String {
     one_line(&text.chars().take(MAX_WORDS).collect::<String>())
-}
-
-/// What becomes readable when the client's process ends.
-fn process_of(stream: &UnixStream, who: &Credentials) -> std::io::Result<OwnedFd> {
-    use rustix::io::Errno;
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    let by_number = || {
-        let pid = who.pid.here().and_then(|p| Pid::from_raw(p.cast_signed())).ok_or(Errno::SRCH)?;
-        Ok(pidfd_open(pid, PidfdFlags::empty())?)
-    };
-    match credentials::pidfd_of_peer(stream) {
-        // Kernels before 6.5 know only numbers.
-        Err(e) if Errno::from_io_error(&e) == Some(Errno::NOPROTOOPT) => by_number(),
-        opened => opened,
-    }
 }
 
 fn random() -> std::io::Result<u128> {
