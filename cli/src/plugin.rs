@@ -11,8 +11,7 @@ use host_runtime::forward::{COLLECTIVES, NAMES, ORIGINALS};
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::plugin::check::{CALLBACKS, TRANSPORT, split_version};
 use host_runtime::plugin::signing::SecretKey;
-use host_runtime::plugin::{Kind, Library, cache, engine, read};
-use hw_bridge::shown::one_line;
+use host_runtime::plugin::{self, Kind, Library, cache, read};
 use serde::Serialize;
 
 use crate::size;
@@ -246,16 +245,6 @@ fn is_served(import: &Interface) -> bool {
     TRANSPORT.iter().any(|s| s.name == name && wanted.is_some_and(|(a, b, _)| a == s.version.0 && b <= s.version.1))
 }
 
-/// Names of all imports and exports of a component that does not link.
-fn names_only(bytes: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
-    let engine = engine::engine()?;
-    let component = cache::compile(engine, bytes).map_err(|e| one_line(&format!("it does not compile: {e:#}")))?;
-    let ty = component.component_type();
-    let imports = ty.imports(engine).map(|(name, _)| name.to_string()).collect();
-    let exports = ty.exports(engine).map(|(name, _)| name.to_string()).collect();
-    Ok((imports, exports))
-}
-
 fn inspect(file: &Path) -> anyhow::Result<Report> {
     let bytes = read(file).map_err(|e| anyhow::anyhow!("plugin {}: {e}", file.display()))?;
     let (format, component) = format(&bytes);
@@ -283,11 +272,13 @@ fn inspect(file: &Path) -> anyhow::Result<Report> {
     {
         Ok(library) => describe(&mut report, &library),
         Err(reason) => {
-            match names_only(&bytes) {
+            match plugin::names(&bytes) {
                 Ok((imports, exports)) => {
                     report.imports = imports.iter().map(|n| interface(n, None)).collect();
                     report.exports = exports.iter().map(|n| interface(n, None)).collect();
                 }
+                // What may not be compiled is looked at no further.
+                Err(e) if !e.starts_with(plugin::DAMAGED) => {}
                 Err(e) => {
                     report.component = false;
                     report.format = format!("damaged WebAssembly component: {e}");

@@ -105,6 +105,14 @@ pub fn group() -> Group {
             &stopped("invalid utf-8 sequence of 1 bytes from index 0"),
             |_| format!("(i32.store (i32.const {SCRATCH}) (i32.const -1)) (call $log.write (i32.const 2) (i32.const {SCRATCH}) (i32.const 4))"),
         ),
+        at_once(
+            "an error line that ends, and begins one of its own",
+            &refused("it is late  ERROR tenant=other forged it"),
+            |p| {
+                let forged = p.text("it is late\r\nERROR tenant=other forged\u{2028}it");
+                format!("(call $log.write (i32.const 0) {forged})")
+            },
+        ),
         at_once("a log level that does not exist", &stopped("unexpected discriminant: 99"), move |_| format!("(call $log.write (i32.const 99) {})", text(4))),
         endless("names looked up without end", &stopped_after("…", "…looking up host name aaaaaaa…"), format!(
             "(i64.store (i32.const {SCRATCH}) (i64.const 0x61616161616161)) (call $sockets.resolve (i32.const {SCRATCH}) (i32.const 7) (i32.const 80) (i32.const 1) (i32.const {REPLY}))"

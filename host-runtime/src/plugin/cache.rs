@@ -77,7 +77,7 @@ fn key(engine: &Engine, bytes: &[u8]) -> String {
 }
 
 /// Compiles `bytes`, or takes the compiled form from the cache.
-pub fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
+pub(super) fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
     let Some(dir) = directory() else { return Component::new(engine, bytes) };
     let key = key(engine, bytes);
     if let Some(c) = load(engine, &dir, &key) {

@@ -7,6 +7,7 @@
 
 use wasmparser::{ComponentInstance, ComponentType, Encoding, Instance, InstanceTypeDeclaration, Parser, Payload};
 
+use super::DAMAGED;
 use super::check::Denied;
 use crate::limits::Limits;
 
@@ -53,7 +54,7 @@ fn beyond(what: &str, has: u64, limit: &'static str, most: u64) -> Result<(), De
 }
 
 fn unreadable(e: wasmparser::BinaryReaderError) -> Denied {
-    format!("it does not compile: {e}").into()
+    format!("{DAMAGED}: {e}").into()
 }
 
 impl Sums<'_> {
@@ -90,8 +91,8 @@ impl Sums<'_> {
             Payload::ComponentTypeSection(types) => {
                 for ty in types {
                     if takes_components(&ty.map_err(unreadable)?) {
-                        let why = "it does not compile: a component in it is handed over to another one, and what that comes \
-                                   to cannot be told before";
+                        let why = "it is not compiled: a component in it is handed over to another one, and what that comes to \
+                                   cannot be told before";
                         return Err(why.to_string().into());
                     }
                 }

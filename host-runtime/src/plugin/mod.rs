@@ -82,6 +82,28 @@ pub(crate) fn load(tenant: &Tenant, path: &Path, kind: Kind, without: &[String])
     })
 }
 
+/// How the sentence begins of a component that is none, or damaged.
+pub const DAMAGED: &str = "it does not compile";
+
+/// Compiles a component that costs no more than `limits` allow, or takes the compiled form from the cache.
+fn compile(engine: &wasmtime::Engine, bytes: &[u8], limits: &Limits) -> Result<Component, Denied> {
+    cost::within(bytes, limits)?;
+    cache::compile(engine, bytes).map_err(|e| format!("{DAMAGED}: {e:#}").into())
+}
+
+/// Names of all imports, and of all exports, of a component that need not link.
+///
+/// # Errors
+/// A sentence, which begins with [`DAMAGED`] unless it is not compiled for what that would cost.
+pub fn names(bytes: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
+    let engine = engine::engine()?;
+    let component = compile(engine, bytes, &Limits::default()).map_err(|denied| line(&denied.why))?;
+    let ty = component.component_type();
+    let imports = ty.imports(engine).map(|(name, _)| name.to_string()).collect();
+    let exports = ty.exports(engine).map(|(name, _)| name.to_string()).collect();
+    Ok((imports, exports))
+}
+
 impl Library {
     /// Compiles `bytes` (or takes the compiled form from the cache), compares its imports with what this host serves, and
     /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
@@ -110,8 +132,7 @@ impl Library {
             _ => return Err("it is not a WebAssembly component".to_string().into()),
         }
         let grant = Arc::new(most.cut_to(bytes)?);
-        cost::within(bytes, limits)?;
-        let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
+        let component = compile(engine, bytes, limits)?;
         check::imports(engine, &component, kind, without, &grant.wasi)?;
         let mut linker = Linker::new(engine);
         crate::hw::add_to_linker(&mut linker)
