@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::Ballot;
 use hw_bridge::credentials;
+use hw_bridge::shown::one_line;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -48,6 +49,17 @@ pub enum Answer {
     Done,
     /// It is not; why.
     Refused(String),
+}
+
+impl Answer {
+    /// As it may be shown on a terminal.
+    fn shown(self) -> Answer {
+        match self {
+            Answer::Status(status) => Answer::Status(status.shown()),
+            Answer::Refused(why) => Answer::Refused(one_line(&why)),
+            Answer::Done => Answer::Done,
+        }
+    }
 }
 
 /// A tenant's name as it stands in the names of sockets, without a hyphen: what is unusual in it, or too long, is replaced by a
@@ -283,5 +295,5 @@ pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(U
 pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<Answer, MessageError> {
     let until = Instant::now() + MESSAGE_PATIENCE;
     message::send(stream, question, fds, until)?;
-    message::receive(stream, 0, until).map(|(answer, _)| answer)
+    message::receive::<Answer>(stream, 0, until).map(|(answer, _)| answer.shown())
 }

@@ -94,6 +94,38 @@ pub fn pidfd_of_peer(socket: impl AsFd) -> std::io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
+/// The same on every kernel. Before Linux 6.5 the socket knows only the number `pid`, which may be another process's by the time
+/// that one is opened. So what was opened counts only if the connection is still open afterwards: then the peer, which holds its
+/// other end, lives, and two living processes do not have one number. (An end that was left to a child proves nothing of its
+/// parent; our sockets are closed on exec.)
+///
+/// # Errors
+/// `ESRCH`, `ENODATA` or `EINVAL` if it has ended; `EOPNOTSUPP` if it has no number here and the kernel knows only those.
+pub fn process_of_peer(socket: impl AsFd, pid: PeerPid) -> std::io::Result<OwnedFd> {
+    match pidfd_of_peer(&socket) {
+        Err(e) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => by_number(&socket, pid),
+        opened => opened,
+    }
+}
+
+fn by_number(socket: impl AsFd, pid: PeerPid) -> std::io::Result<OwnedFd> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::io::Errno;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let number = pid.here().and_then(|p| Pid::from_raw(p.cast_signed())).ok_or(Errno::OPNOTSUPP)?;
+    let opened = pidfd_open(number, PidfdFlags::empty())?;
+    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    loop {
+        match poll(&mut fds, Some(&now)) {
+            Ok(0) => return Ok(opened),
+            Ok(_) => return Err(Errno::SRCH.into()),
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
 /// The process that a pidfd stands for. Its number is unknown where `/proc` shows another PID namespace than this process's.
 ///
 /// # Errors
@@ -145,6 +177,17 @@ mod tests {
         assert_eq!(pid_of(&fd).unwrap_err().raw_os_error(), Some(libc::ESRCH));
         let file = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(pid_of(&file).unwrap_err().kind(), std::io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn a_number_is_believed_only_while_the_connection_is_open() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let me = of_peer(&a).unwrap().pid;
+        assert_eq!(pid_of(by_number(&a, me).unwrap()).unwrap(), me);
+        // Whoever has the number now, it need not be who was there.
+        drop(b);
+        assert_eq!(by_number(&a, me).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(by_number(&a, PeerPid(0)).unwrap_err().raw_os_error(), Some(libc::EOPNOTSUPP));
     }
 
     #[test]

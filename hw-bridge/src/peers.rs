@@ -24,7 +24,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::credentials::PeerPid;
 use crate::dtype::{DataType, ReduceOp};
@@ -34,6 +34,7 @@ use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_B
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::{Bell, Fence, publish_fence};
+use crate::shown::one_line;
 
 const MAGIC: u64 = 0x316c_6363_776c_6377;
 const BLOCK_BYTES: usize = 4096;
@@ -537,7 +538,7 @@ impl Control {
         };
         let len = (s.len.load(Ordering::Relaxed) as usize).min(REASON_BYTES);
         let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
-        let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let text = one_line(&String::from_utf8_lossy(&bytes));
         (state, text)
     }
 
@@ -688,6 +689,9 @@ impl<'a> LaneView<'a> {
     #[inline]
     pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aside: Aside, words: Option<[u64; 4]>) {
         let r = self.record(seq);
+        // Who reads the record that was here, as `call` does at any time, must not take a part of this one for it.
+        r.tag.store(0, Ordering::Relaxed);
+        fence(Ordering::Release);
         r.what.store(header.pack(), Ordering::Relaxed);
         r.count.store(header.count, Ordering::Relaxed);
         r.aside.store(aside.pack(), Ordering::Relaxed);
@@ -709,9 +713,16 @@ impl<'a> LaneView<'a> {
     /// The rank's call of operation `seq` in words, while its record is kept.
     #[cold]
     pub(crate) fn call(&self, seq: u64) -> Option<String> {
+        // The first look makes the record of `seq`, or what was written over it, visible. If any of what is read then is of a
+        // later record, this fence meets the one in `publish`, and the second look sees that record's 0 or what came after;
+        // no number comes twice.
+        if !self.arrived(seq) {
+            return None;
+        }
         let r = self.record(seq);
-        let said = describe(r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
-        self.arrived(seq).then_some(said)
+        let (what, count) = (r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        (r.tag.load(Ordering::Relaxed) == seq).then(|| describe(what, count))
     }
 
     /// Compares the rank's header of `seq` with ours; `Err` is the other's view in words.
@@ -752,8 +763,7 @@ impl<'a> LaneView<'a> {
         if at == 0 {
             return "it has not started any operation".into();
         }
-        let r = self.record(at);
-        let what = describe(r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
+        let what = self.call(at).unwrap_or_else(|| "whose record is gone".into());
         match step {
             STEP_DONE => format!("its last operation was #{at} ({what}), completed"),
             _ if at == seq => format!("it is in operation #{at} ({what}) at step {step}"),
@@ -876,6 +886,46 @@ mod tests {
         assert_eq!(seen.progress(), 1 << 16 | 1);
         // Lanes have nothing to do with one another.
         assert!(!viewer.lane(1).arrived(1) && viewer.lane(1).progress() == 0);
+    }
+
+    /// A record that is written over meanwhile is gone, and not half of each.
+    #[test]
+    fn a_call_is_told_whole_or_not_at_all() {
+        use std::sync::atomic::AtomicBool;
+        let owner = Control::create(0, 2).unwrap();
+        let (viewer, done) = (view(&owner, 0, 2).unwrap(), AtomicBool::new(false));
+        let said = |seq: u64| {
+            let (op, count) = if seq % 2 == 0 { (Op::AllReduce, seq) } else { (Op::AllGather, seq << 32) };
+            OpHeader { op, count, ..header() }
+        };
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let lane = owner.lane(0);
+                let none = Aside { dst: NO_RANK, src: NO_RANK, digest: 0 };
+                // Each goes into the place of one of another operation.
+                (1..200_000u64).for_each(|n| {
+                    let seq = n * (SLOTS as u64 + 1);
+                    lane.publish(seq, &said(seq), none, None);
+                });
+                done.store(true, Ordering::Release);
+            });
+            let lane = viewer.lane(0);
+            let mut told = 0u64;
+            while !done.load(Ordering::Acquire) {
+                let seq = lane.progress() >> 16;
+                if seq == 0 {
+                    continue;
+                }
+                if let Some(text) = lane.call(seq) {
+                    let header = said(seq);
+                    assert_eq!(text, describe(header.pack(), header.count), "#{seq}");
+                    told += 1;
+                }
+            }
+            // The last one stays.
+            let last = lane.progress() >> 16;
+            assert!(lane.call(last).is_some(), "{told} were told");
+        });
     }
 
     #[test]

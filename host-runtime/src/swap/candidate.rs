@@ -16,6 +16,7 @@ use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
 use crate::nrt::plane::{Plan, Plane};
 use crate::plugin::{Instance, Library, bounded};
+use crate::reverse::line;
 
 /// What the old plugin has at least for the call by which it serves on.
 const RESUMES: Duration = Duration::from_millis(500);
@@ -107,10 +108,10 @@ impl Candidate {
             let new = match back {
                 Some((_, control, _)) => control.clone(),
                 None => {
-                    let logical = Some(plane.logical_core());
-                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key);
+                    let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
+                    let made =
+                        || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key, client);
                     let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
-                    instance.peek(|s| s.client = core.client().cloned());
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
                         .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
@@ -144,7 +145,8 @@ impl Candidate {
         if old.wire_compat != new.wire_compat {
             return Err(about(format!(
                 "the connections that are handed over speak `{}` and the new plugin `{}`",
-                old.wire_compat, new.wire_compat
+                line(&old.wire_compat),
+                line(&new.wire_compat)
             )));
         }
         fits(&old.schema_name, old.state_schema, &new).map_err(about)?;

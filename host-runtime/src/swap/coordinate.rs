@@ -235,7 +235,7 @@ fn hear(order: &Order, ballot: &Ballot, met: &[(UnixStream, Status)]) -> Vec<Res
             open.iter().zip(&fds).filter(|(_, f)| !f.revents().is_empty()).map(|(i, _)| *i).collect();
         for i in ready {
             let got = message::receive::<Outcome>(&met[i].0, 0, Instant::now() + MESSAGE_PATIENCE);
-            heard[i] = Some(got.map(|(outcome, _)| outcome).map_err(|e| {
+            heard[i] = Some(got.map(|(outcome, _)| outcome.shown()).map_err(|e| {
                 ballot.decide(Decision::Abort);
                 format!("it ended, or closed its socket, before it said what became of it ({e})")
             }));

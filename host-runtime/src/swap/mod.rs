@@ -49,6 +49,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hw_bridge::ballot::{Ballot, Decision};
+use hw_bridge::shown::one_line;
 use serde::{Deserialize, Serialize};
 
 pub use coordinate::{Member, Order, Report, cancel, coordinate, status};
@@ -117,6 +118,20 @@ pub enum Outcome {
     Kept(String),
 }
 
+impl Outcome {
+    /// As it may be shown: a participant's words are its own.
+    pub(crate) fn shown(self) -> Outcome {
+        match self {
+            Outcome::Swapped { generation, pause, ended } => {
+                let ended = ended.iter().map(|entry| one_line(entry)).collect();
+                Outcome::Swapped { generation, pause, ended }
+            }
+            Outcome::Possible(text) => Outcome::Possible(one_line(&text)),
+            Outcome::Kept(why) => Outcome::Kept(one_line(&why)),
+        }
+    }
+}
+
 /// What a runtime says of itself on its control socket.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
@@ -140,6 +155,15 @@ pub struct Status {
     pub counts: Counts,
     /// What became of the last swap, in words.
     pub last: String,
+}
+
+impl Status {
+    /// As it may be shown: what a process says of itself are its own words.
+    pub(crate) fn shown(self) -> Status {
+        let [tenant, plugin, digest, swap, last] =
+            [&self.tenant, &self.plugin, &self.digest, &self.swap, &self.last].map(|text| one_line(text));
+        Status { tenant, plugin, digest, swap, last, ..self }
+    }
 }
 
 /// Counters of swaps.

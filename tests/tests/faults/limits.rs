@@ -105,7 +105,7 @@ fn a_limit_of_threads_is_named() {
         );
         return;
     }
-    let e = Rank::start(c, 0, 1, &free_root(), &[("WCCL_CACHE_DIR", "")]).error();
+    let e = Rank::start(c, 0, 1, &free_root(), &[("WCCL_CACHE_DIR", "off")]).error();
     has(&e, &["RLIMIT_NPROC (threads and processes of this user) is 1", "ulimit -u"]);
 }
 

@@ -63,7 +63,7 @@ fn a_group_that_fits_one_server_is_flat() {
 #[test]
 fn a_group_by_id_is_flat_even_beyond_one_server() {
     let mut c = config();
-    let vars = |name: &str| SMALL.iter().find(|v| v.0 == name).map(|v| v.1.to_string());
+    let vars = |name: &str| SMALL.iter().find(|v| v.0 == name).map(|v| v.1.into());
     c.device = hw_bridge::device::DeviceConfig::from_vars(vars).unwrap();
     c.virtual_server_size = 2;
     let maker = Runtime::open(c.clone()).unwrap();

@@ -12,6 +12,7 @@ use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::plugin::signing::SecretKey;
 use host_runtime::policy::Policy;
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::shown::stands;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
 
 use crate::common::{bytes_of, free_port, plugin_file, values_of};
@@ -325,7 +326,10 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
 fn lines_about_tasks_are_tagged_and_within_the_rate() {
     crate::keep_log();
     let plugin = driver(|p| {
-        let (line, printed) = (p.text("a line of its own"), p.text("a line for the kernel"));
+        // What follows would be a line of somebody else's.
+        let forged = "\r\nERROR forged\u{2028}\u{85}\u{202e}\x1b[2J";
+        let (line, printed) =
+            (p.text(&format!("a line of its own{forged}")), p.text(&format!("a line for the kernel{forged}")));
         let prints = format!("(call $nec.nec-ndl-printk {printed} (i32.const 0))");
         p.body("run", format!("(call $log.write (i32.const 1) {line}) {prints} unreachable"));
         let kind = p.text("idle");
@@ -344,7 +348,11 @@ fn lines_about_tasks_are_tagged_and_within_the_rate() {
             }
         }
         assert_eq!(rt.tenant().counters.tasks(), tasks);
+        let refused = refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        // What was dropped last is told with the tenant's end.
+        drop(rt);
         let lines = crate::logged(&[&format!(" tenant={tenant}")]);
+        assert!(lines.iter().flat_map(|l| l.chars()).all(stands), "{lines:?}");
         let with = |words: &[&str]| lines.iter().filter(|l| words.iter().all(|w| l.contains(w))).count() as u64;
         let seen = [
             with(&["a line of its own"]),
@@ -352,14 +360,13 @@ fn lines_about_tasks_are_tagged_and_within_the_rate() {
             with(&["plugin stopped", " plugin=plugin.wasm"]),
             with(&["a background task ended", " task=idle"]),
         ];
-        let told = with(&["log lines of a plugin were dropped; limits.log-lines grants 0 a second"]);
-        let refused = refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        let told = with(&["log lines of plugins were dropped; limits.log-lines grants 0 a second"]);
         if rate > 0 {
             assert_eq!((seen, told, refused), ([tasks; 4], 0, 0), "{lines:#?}");
         } else {
             assert_eq!((seen, refused), ([0; 4], 4 * tasks), "{lines:#?}");
-            // Of each instance's own rate when it ends.
-            assert!(told >= tasks, "{lines:#?}");
+            // Of the plugins' lines and of the host's.
+            assert!(told >= 2, "{lines:#?}");
         }
     }
 }
