@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, start};
+use common::ranks::{Rank, start, start_at};
 use common::{PluginFile, config, free_port, plugin_file, world};
 use host_runtime::abort::AbortToken;
 use host_runtime::metrics::{FAMILIES, Usage};
@@ -26,13 +26,20 @@ use tests::zoo;
 const HANG: Duration = Duration::from_secs(30);
 
 /// Policies and sockets of one test, in a directory of its own.
-struct Place(PathBuf);
+struct Place(PathBuf, Vec<String>);
 
 impl Drop for Place {
     fn drop(&mut self) {
         // A leftover in the temporary folder is harmless.
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Ports of the `i`th of `n` tenants, of those that [`free_port`] chooses from: no two may have one in common.
+fn ports(i: usize, n: usize) -> (u16, u16) {
+    let each = 12_000 / n;
+    let first = 20_000 + i * each;
+    (first as u16, (first + each - 1) as u16)
 }
 
 impl Place {
@@ -43,15 +50,24 @@ impl Place {
         std::fs::create_dir_all(dir.join("policies")).unwrap();
         let plugin = config().plugin.unwrap();
         let directory = plugin.parent().unwrap().canonicalize().unwrap();
-        for (tenant, cores, more) in policies {
+        for (i, (tenant, cores, more)) in policies.iter().enumerate() {
+            let (first, last) = ports(i, policies.len());
             let text = format!(
                 "tenant = \"{tenant}\"\n[plugins]\ndirectory = {directory:?}\nallow = [{{ file = \"nccom.wasm\" }}, {{ file = \"nccom-next.wasm\" }}]\n\
-                 [devices]\ncores = {cores:?}\nhbm = \"256 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\n\
+                 [devices]\ncores = {cores:?}\nhbm = \"256 MiB\"\n[network]\nlisten = [\"127.0.0.1:{first}-{last}\"]\n\
                  reach = [\"127.0.0.1:*\"]\n{more}"
             );
             std::fs::write(dir.join("policies").join(format!("{tenant}.toml")), text).unwrap();
         }
-        Place(dir)
+        Place(dir, policies.iter().map(|p| p.0.to_string()).collect())
+    }
+
+    /// Where ranks of `tenant` may meet.
+    fn root(&self, tenant: &str) -> String {
+        let i = self.1.iter().position(|t| t == tenant).unwrap();
+        let (first, last) = ports(i, self.1.len());
+        let port = std::iter::repeat_with(free_port).find(|p| (first..=last).contains(p)).unwrap();
+        format!("127.0.0.1:{port}")
     }
 
     /// Has a tenant's policy allow these plugins in the place of the others.
@@ -86,7 +102,7 @@ impl Place {
     fn ranks(&self, tenant: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
         let socket = self.socket(tenant);
         let vars: Vec<_> = vars.iter().copied().chain([("WCCL_SERVICE", socket.to_str().unwrap())]).collect();
-        start(mode, n, &vars)
+        start_at(&self.root(tenant), mode, n, &vars)
     }
 
     /// A configuration of a client in this process.

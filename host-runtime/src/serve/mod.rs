@@ -277,6 +277,23 @@ fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     Ok(all)
 }
 
+/// Refuses tenants that may listen in one another's place: the plugins of both run in this process, and one could be there
+/// first.
+fn apart(policies: &[Arc<Policy>]) -> Result<(), Error> {
+    for (i, a) in policies.iter().enumerate() {
+        for b in &policies[i + 1..] {
+            if let Some((of_a, of_b, both)) = a.network.shared(&b.network) {
+                let (a, b) = (&a.tenant, &b.tenant);
+                return Err(Error::Config(format!(
+                    "tenants {a} and {b} may both listen on {both}: network.listen grants {of_a} to {a} and {of_b} to {b}; one could \
+                     wait there in the place of the other, so give each ports or addresses of its own"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
 /// docs/service.md says how many for what.
 fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
@@ -336,10 +353,11 @@ impl Server {
     /// Reads the policies, loads each tenant's plugin, opens the sockets.
     ///
     /// # Errors
-    /// [`Error::Config`] for a policy that cannot be used, a directory that others can write or that another service serves;
+    /// [`Error::Config`] for a policy that cannot be used, two tenants that may listen at one place, a directory that others can write or that another service serves;
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
+        apart(&policies)?;
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
@@ -414,6 +432,22 @@ impl Drop for Server {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tenants_that_may_listen_at_one_place_are_refused_by_name() {
+        let policy = |tenant: &str, listen: &str| {
+            let text = format!(
+                "tenant = \"{tenant}\"\n[plugins]\ndirectory = \"/\"\nallow = [{{ file = \"a\" }}]\n[network]\nlisten = [{listen}]"
+            );
+            Arc::new(Policy::parse(Path::new("x.toml"), &text).unwrap())
+        };
+        let red = policy("red", "\"127.0.0.1:20000-20999\"");
+        let green = policy("green", "\"127.0.0.1:21000-21999\", \"10.0.0.0/8:*\"");
+        apart(&[red.clone(), green.clone()]).unwrap();
+        let e = apart(&[red, green, policy("blue", "\"10.1.0.0/16:80\"")]).unwrap_err().to_string();
+        let both = "tenants green and blue may both listen on 10.1.0.0/16:80: network.listen grants 10.0.0.0/8:* to green and 10.1.0.0/16:80 to blue";
+        assert!(e.contains(both), "{e}");
+    }
 
     #[test]
     fn grants_that_no_limit_of_descriptors_holds_are_told() {
