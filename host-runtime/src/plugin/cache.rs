@@ -24,7 +24,7 @@ const MAGIC: &[u8; 8] = b"wcclcwm2";
 
 /// Where compiled components are kept: `$WCCL_CACHE_DIR`, else the user's cache directory; `None` if there is none or it
 /// is not ours alone.
-fn directory() -> Option<Dir> {
+pub(crate) fn directory() -> Option<Dir> {
     let path = match std::env::var_os("WCCL_CACHE_DIR") {
         Some(d) if d.is_empty() => return None,
         Some(d) => PathBuf::from(d),
