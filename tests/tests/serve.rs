@@ -659,3 +659,18 @@ fn an_ending_service_finishes_what_there_is() {
     drop(comm);
     idle(&server);
 }
+
+/// The plugins of all tenants run in the service, which does not let one wait in the place of another.
+#[test]
+fn tenants_that_may_listen_at_one_place_are_not_served() {
+    let place = Place::new("overlap", &[("red", &[0], ""), ("blue", &[1], "")]);
+    let policy = place.0.join("policies").join("blue.toml");
+    let text = std::fs::read_to_string(&policy).unwrap();
+    std::fs::write(&policy, text.replace("127.0.0.1:26000-31999", "127.0.0.1:25000-31999")).unwrap();
+    let e = Server::start(&place.config()).map(|_| ()).unwrap_err().to_string();
+    let both = "tenants blue and red may both listen on 127.0.0.1:25000-25999";
+    assert!(e.contains(both) && e.contains("network.listen"), "{e}");
+    // Nothing is left of it: with ports of its own the tenant is served.
+    std::fs::write(&policy, text).unwrap();
+    place.serve();
+}
