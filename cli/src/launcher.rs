@@ -125,10 +125,21 @@ fn group_variables(ranks: usize) -> anyhow::Result<Vec<(&'static str, OsString)>
         ("MASTER_PORT", port(&master)?.to_string().into()),
         ("NEURON_RT_ROOT_COMM_ID", format!("127.0.0.1:{}", port(&root)?).into()),
     ];
+    // The ranks know one another by it. One that the user has chosen is inherited.
+    if ["WCCL_JOB_SECRET", "WCCL_JOB_SECRET_FILE"].iter().all(|v| std::env::var_os(v).is_none_or(|v| v.is_empty())) {
+        vars.push(("WCCL_JOB_SECRET", job_secret()?.into()));
+    }
     if std::env::var_os("CCOM_SOCKET_IFNAME").is_none() {
         vars.push(("CCOM_SOCKET_IFNAME", "lo".into()));
     }
     Ok(vars)
+}
+
+/// A secret of this job's own, as text.
+fn job_secret() -> anyhow::Result<String> {
+    let mut secret = [0; 32];
+    hw_bridge::links::fill_random(&mut secret).context("asking the kernel for random numbers")?;
+    Ok(secret.iter().map(|b| format!("{b:02x}")).collect())
 }
 
 fn watch(running: &mut Running, ranks: usize) -> anyhow::Result<()> {
@@ -266,7 +277,7 @@ mod tests {
     fn ranks_get_their_variables() {
         let check = "test $WORLD_SIZE = 3 && test $RANK = $LOCAL_RANK && test $RANK -lt 3 && \
                      test $MASTER_ADDR = 127.0.0.1 && test $NEURON_RT_ROOT_COMM_ID != 127.0.0.1:$MASTER_PORT && \
-                     test -n \"$CCOM_SOCKET_IFNAME\"";
+                     test -n \"$CCOM_SOCKET_IFNAME\" && test -n \"$WCCL_JOB_SECRET$WCCL_JOB_SECRET_FILE\"";
         run(&shell(3, check)).unwrap();
     }
 

@@ -11,7 +11,7 @@ Examples:
   wccl run -r 2 --tag -- sh -c 'echo rank $RANK of $WORLD_SIZE'
 
 Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NEURON_RT_ROOT_COMM_ID (another port than \
-MASTER_PORT) and, unless it is set, CCOM_SOCKET_IFNAME=lo. Rank 0 reads stdin, the others read nothing.
+MASTER_PORT) and, unless it is set, CCOM_SOCKET_IFNAME=lo and a random WCCL_JOB_SECRET, by which the ranks know one another. Rank 0 reads stdin, the others read nothing.
 
 When a rank fails, the others get SIGTERM and two seconds later SIGKILL, and the failed one is named. The same happens when \
 wccl itself ends, by Ctrl-C or any signal, SIGKILL included. Not covered: processes that a rank started and that do not end with it.

@@ -4,7 +4,7 @@
 //! | a group made by | its key |
 //! |---|---|
 //! | a unique id | HMAC(secret part of the id, `id`, tenant's number) |
-//! | `host:port` | HMAC(the job's secret, `root`, tenant's number, port, ranks) |
+//! | `host:port` | HMAC(the job's secret, `root`, tenant's number, port) |
 //! | a communicator, of some of its ranks | HMAC(that one's key, kind, members, how many with this list came before) |
 //!
 //! All are HMAC-SHA256 with a label for each use, so that no key can be had from another one but downwards. The tenant's
@@ -14,7 +14,7 @@
 //! behind the address before the program sees it, and takes them out on the way back (docs/decisions/0005-group-keys.md).
 //! Keys and secrets are in no log, no error text and no message but those between a program and its own service.
 
-use std::path::PathBuf;
+use std::os::unix::fs::OpenOptionsExt;
 
 use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
@@ -22,6 +22,9 @@ use sha2::Sha256;
 
 use crate::error::Error;
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
+use crate::plugin::cache::directory;
+use crate::plugin::source::{NONBLOCK, contents};
+use crate::vars;
 
 /// Bytes of a key, and of the secret part of an id.
 pub(crate) const KEY_BYTES: usize = 32;
@@ -29,6 +32,8 @@ pub(crate) const KEY_BYTES: usize = 32;
 const SECRET_END: usize = ADDRESS_BYTES + KEY_BYTES;
 /// Least bytes of a job's secret that somebody chose.
 const LEAST_SECRET: usize = 16;
+/// Most bytes of a file with one.
+const MOST_SECRET: u64 = 4096;
 
 /// The key of a group; never printed.
 #[derive(Clone, Copy, Serialize, Deserialize)]
@@ -91,12 +96,12 @@ impl GroupKey {
         key(m)
     }
 
-    /// Of a group of `ranks` that meets at a port, by the secret of its job.
-    pub(crate) fn of_root(job: &JobSecret, tenant: u64, port: u16, ranks: usize) -> GroupKey {
+    /// Of a group that meets at a port, by the secret of its job. How many ranks it has is the root's to check, which says what
+    /// does not fit.
+    pub(crate) fn of_root(job: &JobSecret, tenant: u64, port: u16) -> GroupKey {
         let mut m = mac(&job.0, "root");
         m.update(&tenant.to_le_bytes());
         m.update(&port.to_le_bytes());
-        m.update(&(ranks as u64).to_le_bytes());
         key(m)
     }
 
@@ -137,21 +142,30 @@ impl std::fmt::Debug for JobSecret {
     }
 }
 
-/// The secret of this process's job: `WCCL_JOB_SECRET`, else what the file `WCCL_JOB_SECRET_FILE` holds.
+/// The secret of this process's job: `WCCL_JOB_SECRET`, else what the file `WCCL_JOB_SECRET_FILE` holds, else the user's own.
 ///
 /// # Errors
-/// [`Error::Config`] names the variable and what was expected; no text repeats a secret.
+/// [`Error::Config`] names the variable and what was expected, or all three if there is none; no text repeats a secret.
 pub(crate) fn job_secret() -> Result<JobSecret, Error> {
-    let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty());
+    // Any bytes are a secret: it is read as a path is.
+    let set = |name: &str| vars::path(std::env::var_os(name));
     if let Some(text) = set("WCCL_JOB_SECRET") {
-        return chosen("WCCL_JOB_SECRET", text.as_encoded_bytes());
+        return chosen("WCCL_JOB_SECRET", text.as_os_str().as_encoded_bytes());
     }
-    if let Some(path) = set("WCCL_JOB_SECRET_FILE").map(PathBuf::from) {
+    if let Some(path) = set("WCCL_JOB_SECRET_FILE") {
         let named = format!("WCCL_JOB_SECRET_FILE={}", path.display());
-        let text = std::fs::read(&path).map_err(|e| Error::Config(format!("{named} cannot be read: {e}")))?;
-        return chosen(&named, &text);
+        let file = std::fs::OpenOptions::new().read(true).custom_flags(NONBLOCK).open(&path);
+        let text = contents(file, "job's secret", MOST_SECRET);
+        return chosen(&named, &text.map_err(|why| Error::Config(format!("{named}: {why}")))?);
     }
-    Ok(JobSecret(vec![0; KEY_BYTES]))
+    let dir = directory().ok_or_else(|| "there is no cache directory that is this user's alone".to_string());
+    dir.and_then(|dir| crate::job::own(&dir)).map(|secret| JobSecret(secret.to_vec())).map_err(|why| {
+        Error::Config(format!(
+            "the ranks of a group that meets at host:port know one another by a secret, and this process has none: \
+             WCCL_JOB_SECRET and WCCL_JOB_SECRET_FILE are not set, and the user's own in the cache directory cannot be had: {why}; \
+             set one of the two to the same on all ranks (`wccl run` does)"
+        ))
+    })
 }
 
 /// A secret that somebody chose, without the line end that an editor puts behind it.
@@ -259,7 +273,7 @@ mod tests {
         let secret: [u8; KEY_BYTES] = std::array::from_fn(|i| i as u8);
         let id = GroupKey::of_id(&secret, 7);
         assert_eq!(hex(&id.0), VECTORS[0]);
-        assert_eq!(hex(&GroupKey::of_root(&job(b"a secret of sixteen"), 7, 4567, 8).0), VECTORS[1]);
+        assert_eq!(hex(&GroupKey::of_root(&job(b"a secret of sixteen"), 7, 4567).0), VECTORS[1]);
         assert_eq!(hex(&id.group(Kind::Replica, &[0, 2], 0).0), VECTORS[2]);
         assert_eq!(hex(&id.group(Kind::Split, &[0, 2], 1).0), VECTORS[3]);
         assert_eq!(hex(&id.group(Kind::Shrink, &[1], 0).0), VECTORS[4]);
@@ -269,7 +283,7 @@ mod tests {
 
     const VECTORS: [&str; 7] = [
         "01982674f9a81e18dc782d42fe323a215919ac856490e886fb108d39e1da93b3",
-        "e6f66925d0caee386a209d177ac43107b2a6a17264593adc42c2d50edb989f9d",
+        "1edeed32d10379cf47689e794db72d73f1779c801ee3379a3d4896faa95be5aa",
         "c6a679f32156e6a92947e5d95de1bb170023cae3dc93d10d89d2b4b6d7298052",
         "b492192d4535ab558133990f56ea99695cb3540bc655e4c829a39e30420018ad",
         "de39444868adea43a5e49b0a0460cc9f011268b8925fc79c60a795d761560e60",
@@ -286,11 +300,10 @@ mod tests {
             k,
             l,
             GroupKey::of_id(&a, 1),
-            GroupKey::of_root(&s, 0, 5, 2),
-            GroupKey::of_root(&t, 0, 5, 2),
-            GroupKey::of_root(&s, 1, 5, 2),
-            GroupKey::of_root(&s, 0, 6, 2),
-            GroupKey::of_root(&s, 0, 5, 3),
+            GroupKey::of_root(&s, 0, 5),
+            GroupKey::of_root(&t, 0, 5),
+            GroupKey::of_root(&s, 1, 5),
+            GroupKey::of_root(&s, 0, 6),
             GroupKey(k.links()),
             GroupKey(l.links()),
             GroupKey(k.meetings()),

@@ -10,6 +10,7 @@
 //! | [`forward`] | the 37-slot table, gate 89, the sentinel, the wrappers |
 //! | [`reverse`] | the 16 + 4 callbacks |
 //! | [`hw`] | the host side of `neuron:hw` |
+//! | `job` | the secret that a user's own jobs share |
 //! | `key` | the secret by which the hosts of a group know one another |
 //! | [`net`] | binding a net component |
 //! | [`plugin`] | compiling, caching, instantiating components; limits; traps |
@@ -31,6 +32,7 @@ pub mod enc;
 pub mod error;
 pub mod forward;
 pub mod hw;
+mod job;
 pub(crate) mod key;
 pub mod limits;
 pub mod message;

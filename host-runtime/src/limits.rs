@@ -90,6 +90,13 @@ pub const MAX_TABLE_BYTES: usize = 1 << 20;
 pub const MAX_TABLE_ROWS: usize = 2048;
 /// Streams of a communicator's groups (NEC_MAX_STREAM_N).
 pub const GROUP_STREAMS: u32 = 4;
+/// Connections of a listener that have not shown yet that they are of the group.
+pub const GATE_PLACES: usize = 64;
+/// The same of all listeners of a tenant together, beside one of each.
+pub const TENANT_GATE_PLACES: usize = 256;
+/// Bytes that a bootstrap socket may hold in the kernel in each direction: a message of the longest kind. The kernel takes twice
+/// as much memory for it.
+pub const SOCKET_BUFFER: usize = 64 << 10;
 /// Ranks of a list that a message shows.
 pub const LISTED_RANKS: usize = 32;
 /// Schedules a communicator keeps compiled.

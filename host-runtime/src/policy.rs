@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
@@ -135,6 +135,12 @@ impl Network {
         !self.listening(ip, port).is_empty()
     }
 
+    /// Where plugins of both tenants may listen, if anywhere: a grant of each, and what they have in common.
+    pub(crate) fn shared(&self, other: &Network) -> Option<(Reach, Reach, Reach)> {
+        let pairs = self.listen.iter().flat_map(|a| other.listen.iter().map(move |b| (*a, *b)));
+        pairs.filter_map(|(a, b)| Some((a, b, a.common(&b)?))).next()
+    }
+
     /// Whether a plugin may connect to `ip` and `port`.
     pub fn may_reach(&self, ip: IpAddr, port: u16) -> bool {
         self.reach.iter().any(|r| r.holds(ip, port))
@@ -157,6 +163,23 @@ impl Reach {
     fn holds(&self, ip: IpAddr, port: u16) -> bool {
         // An IPv4 address that came in an IPv6 one is that IPv4 address, for whoever checks and for the system alike.
         self.net.contains(&ip.to_canonical()) && (self.ports.0..=self.ports.1).contains(&port)
+    }
+
+    /// Where listeners of the two would be in one another's way, if anywhere. One on `0.0.0.0` is at every IPv4 address, one on
+    /// `[::]` at every address.
+    fn common(&self, other: &Reach) -> Option<Reach> {
+        let everywhere = |a: &IpNet, b: &IpNet| match a {
+            IpNet::V4(v4) => v4.contains(&Ipv4Addr::UNSPECIFIED) && matches!(b, IpNet::V4(_)),
+            IpNet::V6(v6) => v6.contains(&Ipv6Addr::UNSPECIFIED),
+        };
+        let holds = |a: &IpNet, b: &IpNet| a.contains(b) || everywhere(a, b);
+        let net = match (self.net, other.net) {
+            (a, b) if holds(&a, &b) => b,
+            (a, b) if holds(&b, &a) => a,
+            _ => return None,
+        };
+        let ports = (self.ports.0.max(other.ports.0), self.ports.1.min(other.ports.1));
+        (ports.0 <= ports.1).then_some(Reach { net, ports })
     }
 
     /// Whether all of `other` is in it.
@@ -769,6 +792,35 @@ bandwidth = "4 GiB/s"
         assert!(!p.network.may_listen(ip("127.0.0.2"), 0));
         assert!(p.network.may_reach(ip("::ffff:127.0.0.9"), 1) && !p.network.may_reach(ip("10.0.0.1"), 1));
         assert!(p.network.may_reach(ip("fd00::1"), 4791) && !p.network.may_reach(ip("fd00::1"), 4792));
+    }
+
+    #[test]
+    fn grants_overlap_where_listeners_would_meet() {
+        let common = |a: &str, b: &str| {
+            let [a, b]: [Reach; 2] = [a, b].map(|text| text.parse().unwrap());
+            let found = a.common(&b).map(|r| r.to_string());
+            assert_eq!(found.is_some(), b.common(&a).is_some());
+            found
+        };
+        for (a, b, both) in [
+            ("127.0.0.1:20000-21000", "127.0.0.1:20500-22000", "127.0.0.1:20500-21000"),
+            ("127.0.0.0/8:*", "127.0.0.9:80", "127.0.0.9:80"),
+            ("10.0.0.0/8:*", "10.1.0.0/16:*", "10.1.0.0/16:*"),
+            // One that listens everywhere.
+            ("0.0.0.0:5000", "10.0.0.1:*", "10.0.0.1:5000"),
+            ("[::]:5000", "10.0.0.1:4000-6000", "10.0.0.1:5000"),
+            ("[::]:*", "[fd00::1]:1", "[fd00::1]:1"),
+        ] {
+            assert_eq!(common(a, b).as_deref(), Some(both), "{a} and {b}");
+        }
+        for (a, b) in [
+            ("127.0.0.1:20000-20999", "127.0.0.1:21000-21999"),
+            ("127.0.0.1:*", "127.0.0.2:*"),
+            ("0.0.0.0:*", "[fd00::1]:*"),
+            ("10.0.0.1:*", "[fd00::1]:*"),
+        ] {
+            assert_eq!(common(a, b), None, "{a} and {b}");
+        }
     }
 
     #[test]

@@ -189,6 +189,8 @@ pub struct Tenant {
     pub(crate) resolving: Quota,
     /// Bootstrap sockets, those that wait for a successor included.
     pub(crate) sockets: Quota,
+    /// Connections that have not shown yet that they are of a group, but for one of each listener.
+    pub(crate) gates: Quota,
     /// Names published on this machine; each has a socket and a thread.
     pub(crate) names: Quota,
     pub(crate) maps: Mutex<IdMapSet>,
@@ -268,6 +270,7 @@ impl Tenant {
             guest_rate: LogRate::default(),
             resolving: Quota::default(),
             sockets: Quota::default(),
+            gates: Quota::default(),
             names: Quota::default(),
             maps: Mutex::new(IdMapSet::new(device)),
             hbm: Mutex::default(),

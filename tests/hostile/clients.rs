@@ -21,10 +21,10 @@ fn serve(cage: &Cage, more: &str) -> Result<Server> {
     let plugin = config(None).plugin.context("there is no plugin: run `cargo xtask guests`")?.canonicalize()?;
     let directory = plugin.parent().context("a plugin lies in a directory")?;
     let policies = cage.dir("policies")?;
-    for (tenant, core, more) in [("hostile", 0, more), ("other", 1, "")] {
+    for (tenant, core, ports, more) in [("hostile", 0, "20000-25999", more), ("other", 1, "26000-31999", "")] {
         let text = format!(
             "tenant = \"{tenant}\"\n[plugins]\ndirectory = {directory:?}\nallow = [{{ file = \"nccom.wasm\" }}]\n\
-             [devices]\ncores = [{core}]\nhbm = \"1 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.1:*\"]\n{more}"
+             [devices]\ncores = [{core}]\nhbm = \"1 MiB\"\n[network]\nlisten = [\"127.0.0.1:{ports}\"]\nreach = [\"127.0.0.1:*\"]\n{more}"
         );
         std::fs::write(policies.join(format!("{tenant}.toml")), text)?;
     }

@@ -14,6 +14,7 @@
 //! | `reach` | files, addresses and interfaces |
 //! | `policy` | what a policy does not grant |
 //! | `lifecycle` | plugins that misbehave when one takes over from another |
+//! | `strangers` | who reaches the sockets of a group without being of it |
 //! | `clients` | programs that talk to the service as they should not |
 
 mod calls;
@@ -23,6 +24,7 @@ mod handles;
 mod lifecycle;
 mod policy;
 mod reach;
+mod strangers;
 mod victim;
 mod zoo;
 
@@ -37,6 +39,7 @@ fn groups() -> Vec<Group> {
         policy::group(),
         lifecycle::group(),
         clients::group(),
+        strangers::group(),
     ]
 }
 
@@ -73,6 +76,11 @@ fn those_that_take_over_badly() {
 #[test]
 fn programs_at_the_service() {
     run(&clients::group());
+}
+
+#[test]
+fn strangers_at_the_sockets_of_a_group() {
+    run(&strangers::group());
 }
 
 /// docs/hostile-zoo.md is what the data says, and there are at least 60 animals.

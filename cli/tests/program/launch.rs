@@ -134,3 +134,23 @@ fn ranks_that_hang_end_when_the_launcher_is_interrupted() {
         }
     }
 }
+
+/// The ranks of a job share a secret, another one for each job; one that was chosen stays. It is shown nowhere.
+#[test]
+fn each_job_has_a_secret_of_its_own_unless_one_was_chosen() {
+    let secrets = |chosen: &[(&str, &str)]| {
+        let mut c = wccl();
+        c.args(["run", "-r", "2", "--", "sh", "-c", "echo \"secret=$WCCL_JOB_SECRET\""]);
+        c.env_remove("WCCL_JOB_SECRET").env_remove("WCCL_JOB_SECRET_FILE").envs(chosen.iter().copied());
+        let text = said(&c.output().unwrap());
+        let all: Vec<String> = text.lines().filter_map(|l| l.split_once("secret=")).map(|l| l.1.to_string()).collect();
+        assert!(all.len() == 2 && all[0] == all[1], "{text}");
+        all[0].clone()
+    };
+    let (first, second) = (secrets(&[]), secrets(&[]));
+    assert!(first.len() == 64 && first != second, "{first} {second}");
+    assert_eq!(secrets(&[("WCCL_JOB_SECRET", "chosen by somebody")]), "chosen by somebody");
+    assert_eq!(secrets(&[("WCCL_JOB_SECRET_FILE", "/nowhere")]), "");
+    let info = said(&wccl().args(["info"]).env("WCCL_JOB_SECRET", "chosen by somebody").output().unwrap());
+    assert!(info.contains("CCOM_SOCKET_IFNAME") && !info.contains("JOB_SECRET") && !info.contains("chosen by"), "{info}");
+}

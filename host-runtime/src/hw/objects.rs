@@ -14,6 +14,8 @@ use hw_bridge::peers::Owner;
 use hw_bridge::proxy::Proxy;
 use hw_bridge::sequencer::Endpoint;
 
+use super::gate::Gate;
+use super::handshake::Dialled;
 use crate::abort::AbortToken;
 use crate::key::GroupKey;
 use crate::net::NetLibrary;
@@ -70,6 +72,8 @@ pub struct RegionObject(pub u64);
 pub struct ListenerObject {
     /// The socket.
     pub socket: std::net::TcpListener,
+    /// Who has connected and not shown yet that it is of the group.
+    pub(crate) gate: Gate,
     pub(crate) _counted: Counted,
 }
 /// A connected bootstrap socket.
@@ -79,6 +83,8 @@ pub struct ConnectionObject {
     pub stream: std::net::TcpStream,
     /// What came for a receive that timed out; the next one begins with it.
     pub early: Vec<u8>,
+    /// Until the other end has shown that it is of the group.
+    pub(crate) dialled: Option<Dialled>,
     pub(crate) _counted: Counted,
 }
 

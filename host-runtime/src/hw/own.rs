@@ -33,7 +33,7 @@ impl Drop for Own {
 /// Whether who connects to `to` comes to the host.
 pub(crate) fn is_own(to: SocketAddr) -> bool {
     let here = |ip: IpAddr| {
-        ip.is_loopback() || ip.is_unspecified() || super::system::addresses().iter().any(|(_, own, _)| *own == ip)
+        ip.is_loopback() || ip.is_unspecified() || super::system::addresses().iter().any(|own| own.ip == ip)
     };
     let ip = to.ip().to_canonical();
     let same_port = |a: &&SocketAddr| a.port() == to.port();
@@ -59,8 +59,8 @@ mod tests {
         assert!(!is("127.0.0.1:7"));
         let _everywhere = Own::new("[::]:7".parse().unwrap());
         assert!(is("127.0.0.1:7") && is("127.9.9.9:7") && is("[::1]:7") && !is("203.0.113.1:7"));
-        for (_, ip, _) in super::super::system::addresses() {
-            assert!(is_own(SocketAddr::new(ip, 7)), "{ip}");
+        for own in super::super::system::addresses() {
+            assert!(is_own(SocketAddr::new(own.ip, 7)), "{own:?}");
         }
     }
 }

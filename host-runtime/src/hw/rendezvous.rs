@@ -1,7 +1,8 @@
 //! Names on this machine: a local root publishes its address under (id, name), its peers look it up.
 //!
-//! A published name is an abstract unix socket whose name is a hash of tenant, key and name; a small thread answers each
-//! visitor with the 28 bytes. Only processes of the same user are served or believed.
+//! A published name is an abstract unix socket. What it is called nobody can know who does not have the group's key, so nobody
+//! can be there first; a small thread answers each visitor with the 28 bytes and a proof, by the same key, that they are what
+//! was published. Only processes of the same user are served or believed, and of those only members of the group.
 
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
@@ -13,15 +14,21 @@ use hw_bridge::credentials;
 use hw_bridge::dial::dial;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::SocketAddrUnix;
-use sha2::{Digest, Sha256};
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
 
 use super::{Answer, Trap};
 use crate::bindings::neuron::hw::rendezvous::Host;
+use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
 use crate::plugin::HostState;
 use crate::status::Status;
 use crate::tenant::Counted;
 
+/// Bytes of an answer: the address, and the proof that it was published.
+const ANSWER: usize = ADDRESS_BYTES + 32;
+/// Longest wait for an answer.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Pause between two look-ups of a name that is not there yet.
 const PAUSE: Duration = Duration::from_millis(5);
 
@@ -43,20 +50,55 @@ impl Drop for Published {
     }
 }
 
-fn socket_name(tenant: u64, key: &[u8], name: &str) -> String {
-    let mut h = Sha256::new();
-    h.update(tenant.to_le_bytes());
-    h.update(key);
-    h.update(name.as_bytes());
-    let hex: String = h.finalize()[..20].iter().map(|b| format!("{b:02x}")).collect();
-    format!("wccl-rdv-{hex}")
+/// What is looked up: the plugin's key and name, in the name space of the group.
+struct Name<'a> {
+    group: GroupKey,
+    key: &'a [u8],
+    name: &'a str,
+}
+
+impl Name<'_> {
+    fn tag(&self, label: &str) -> Hmac<Sha256> {
+        let mut mac = self.group.tag(label);
+        // Each behind its length: no two pairs read alike.
+        for part in [self.key, self.name.as_bytes()] {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        mac
+    }
+
+    fn socket(&self) -> String {
+        let hex: String = self.tag("name").finalize().into_bytes()[..20].iter().map(|b| format!("{b:02x}")).collect();
+        format!("wccl-rdv-{hex}")
+    }
+
+    fn proof(&self, address: &[u8]) -> Hmac<Sha256> {
+        let mut mac = self.tag("published");
+        mac.update(address);
+        mac
+    }
+
+    /// What visitors read.
+    fn answer(&self, address: &[u8; ADDRESS_BYTES]) -> [u8; ANSWER] {
+        let mut answer = [0; ANSWER];
+        answer[..ADDRESS_BYTES].copy_from_slice(address);
+        answer[ADDRESS_BYTES..].copy_from_slice(&self.proof(address).finalize().into_bytes());
+        answer
+    }
+
+    /// The address in what a visitor has read, if a member of the group has written it.
+    fn proven(&self, answer: &[u8; ANSWER]) -> Option<Vec<u8>> {
+        let (address, proof) = answer.split_at(ADDRESS_BYTES);
+        self.proof(address).verify_slice(proof).ok().map(|()| address.to_vec())
+    }
 }
 
 fn same_user(stream: &UnixStream) -> bool {
     credentials::of_peer(stream).is_ok_and(|c| credentials::same_user(&c))
 }
 
-fn serve(listener: &UnixListener, stop: &OwnedFd, address: [u8; ADDRESS_BYTES]) {
+fn serve(listener: &UnixListener, stop: &OwnedFd, answer: &[u8; ANSWER]) {
     loop {
         let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         match poll(&mut fds, None) {
@@ -71,8 +113,8 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, address: [u8; ADDRESS_BYTES]) 
         }
         match listener.accept() {
             Ok((mut visitor, _)) if same_user(&visitor) => {
-                // 28 bytes always fit the socket's buffer; a visitor that left does not matter.
-                let _ = visitor.write_all(&address);
+                // It always fits the socket's buffer; a visitor that left does not matter.
+                let _ = visitor.write_all(answer);
             }
             Ok(_) => {}
             // Out of descriptors: the visitor asks again.
@@ -102,20 +144,21 @@ impl HostState {
             let why = format!("a name is published with a key and text of at most {ID_BYTES} bytes");
             return Err(self.fail(Status::INVALID, why));
         }
+        let name = Name { group: self.group_key("publish a name")?, key, name };
         let most = self.tenant.limits.names;
         let Some(counted) = self.tenant.names.take(most) else {
             return Err(self.refuse(Status::RESOURCE, "limits.names", "asked to publish one more name", most));
         };
-        let tenant = self.tenant.id;
+        let answer = name.answer(&address);
         let made = (|| {
-            let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(socket_name(tenant, key, name))?)?;
+            let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(name.socket())?)?;
             // A visitor that leaves between the wait and the accept must not block the thread.
             listener.set_nonblocking(true)?;
             let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
             let stop_copy = stop.try_clone()?;
             let thread = std::thread::Builder::new()
                 .name("wccl-rendezvous".into())
-                .spawn(move || serve(&listener, &stop_copy, address))?;
+                .spawn(move || serve(&listener, &stop_copy, &answer))?;
             Ok::<_, std::io::Error>(Published { stop, thread: Some(thread), _counted: counted })
         })();
         match made {
@@ -125,7 +168,7 @@ impl HostState {
             }
             Err(e) => Err(self.fail(
                 Status::FAILURE,
-                format!("publishing `{name}` failed: {e}; is another local root of the same group running?"),
+                format!("publishing `{}` failed: {e}; is another local root of the same group running?", name.name),
             )),
         }
     }
@@ -139,34 +182,41 @@ impl HostState {
             ));
         }
         let until = self.deadline(ms);
+        let name = Name { group: self.group_key("look a name up")?, key, name };
+        let at = SocketAddrUnix::new_abstract_name(name.socket().as_bytes());
+        let name_of = name.name;
+        let mut impostor = false;
         loop {
             // Without waiting: who has the name may have its backlog full and never accept.
-            let at = SocketAddrUnix::new_abstract_name(socket_name(self.tenant.id, key, name).as_bytes());
-            let asked = at.and_then(|at| dial(&at, None, Instant::now())).map_err(std::io::Error::from);
+            let asked = at.clone().and_then(|at| dial(&at, None, Instant::now())).map_err(std::io::Error::from);
             let asked = asked.and_then(|mut s| {
                 if !same_user(&s) {
                     return Err(std::io::ErrorKind::PermissionDenied.into());
                 }
-                s.set_read_timeout(Some(Duration::from_secs(1)))?;
-                let mut address = vec![0; ADDRESS_BYTES];
-                s.read_exact(&mut address)?;
-                Ok(address)
+                let left = until.saturating_duration_since(Instant::now());
+                s.set_read_timeout(Some(left.clamp(PAUSE, PATIENCE)))?;
+                let mut answer = [0; ANSWER];
+                s.read_exact(&mut answer)?;
+                Ok(answer)
             });
-            match asked {
-                Ok(address) => return Ok(address),
+            match asked.map(|answer| name.proven(&answer)) {
+                Ok(Some(address)) => return Ok(address),
+                // It may give the name up.
+                Ok(None) => impostor = true,
                 Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
-                    return Err(self.fail(Status::FAILURE, format!("`{name}` is published by another user's process")));
+                    return Err(self.fail(Status::FAILURE, format!("`{name_of}` is published by another user's process")));
                 }
                 Err(_) => {}
             }
             if Instant::now() >= until {
-                return Err(self.fail(Status::TIMEOUT, format!("nobody published `{name}` on this machine for {ms} ms; is the first rank of this server running?")));
+                let other = if impostor { "; who answers by that name does not know the group's key" } else { "" };
+                return Err(self.fail(Status::TIMEOUT, format!("nobody published `{name_of}` on this machine for {ms} ms{other}; is the first rank of this server running?")));
             }
             let event = self.abort.event();
             let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
             let pause = Timespec { tv_sec: 0, tv_nsec: i64::from(PAUSE.subsec_nanos()) };
             if matches!(poll(&mut fds, Some(&pause)), Ok(n) if n > 0) {
-                let why = format!("looking `{name}` up was aborted: {}", self.abort.reason());
+                let why = format!("looking `{name_of}` up was aborted: {}", self.abort.reason());
                 return Err(self.fail(Status::CLOSED, why));
             }
         }
@@ -197,7 +247,16 @@ mod tests {
     }
 
     fn instance(tenant: &Arc<Tenant>) -> HostState {
-        HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), Some(0))
+        let mut s = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        // Another group's for each process: names are the machine's.
+        s.key = Some(group(0));
+        s
+    }
+
+    fn group(n: u8) -> GroupKey {
+        let mut secret = [n; 32];
+        secret[..4].copy_from_slice(&std::process::id().to_le_bytes());
+        GroupKey::of_id(&secret, 0)
     }
 
     fn said(s: &mut HostState) -> String {
@@ -234,5 +293,65 @@ mod tests {
         assert!(s.do_lookup(&key, "nobody", u32::MAX).is_err());
         let aborted = said(&mut s);
         assert!(aborted.contains("looking `nobody` up was aborted: the user has changed his mind"), "{aborted}");
+    }
+
+    #[test]
+    fn a_name_is_the_groups() {
+        let tenant = tenant(4);
+        let (mut one, mut other, mut none) = (instance(&tenant), instance(&tenant), instance(&tenant));
+        other.key = Some(group(1));
+        none.key = None;
+        one.do_publish(b"key", "shared", &[1; ADDRESS_BYTES]).unwrap();
+        // The same words of another group are another name.
+        other.do_publish(b"key", "shared", &[2; ADDRESS_BYTES]).unwrap();
+        assert_eq!(one.do_lookup(b"key", "shared", 10_000).unwrap(), [1; ADDRESS_BYTES]);
+        assert_eq!(other.do_lookup(b"key", "shared", 10_000).unwrap(), [2; ADDRESS_BYTES]);
+        // So are the same letters, otherwise cut.
+        assert!(one.do_lookup(b"keys", "hared", 0).is_err());
+        assert!(none.do_publish(b"key", "a", &[1; ADDRESS_BYTES]).is_err());
+        assert!(none.do_lookup(b"key", "shared", 10_000).is_err());
+        let said = said(&mut none);
+        for what in ["asked to publish a name while it works for no group", "asked to look a name up while it works for no group"] {
+            assert!(said.contains(what), "{said}");
+        }
+    }
+
+    /// Where the name could be guessed before there was a key, and where somebody has seen it since: nobody is led there.
+    #[test]
+    fn who_squats_a_name_gets_nobody() {
+        let mut s = instance(&tenant(4));
+        let squat = |name: &str| UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+        // A plain hash of what a plugin knows.
+        let mut h = <Sha256 as sha2::Digest>::new();
+        for part in [&s.tenant.id.to_le_bytes()[..], b"key", b"local-root-0"] {
+            sha2::Digest::update(&mut h, part);
+        }
+        let hex: String = sha2::Digest::finalize(h)[..20].iter().map(|b| format!("{b:02x}")).collect();
+        let _guessed = squat(&format!("wccl-rdv-{hex}"));
+        assert!(s.do_lookup(b"key", "local-root-0", 20).is_err());
+        let nobody = said(&mut s);
+        assert!(nobody.contains("nobody published `local-root-0`") && !nobody.contains("does not know"), "{nobody}");
+        s.do_publish(b"key", "local-root-0", &[1; ADDRESS_BYTES]).unwrap();
+        assert_eq!(s.do_lookup(b"key", "local-root-0", 10_000).unwrap(), [1; ADDRESS_BYTES]);
+        // One that has seen it, and takes it when it is free.
+        let seen = Name { group: s.key.unwrap(), key: b"key", name: "local-root-0" }.socket();
+        s.release();
+        let squatter = squat(&seen);
+        std::thread::spawn(move || {
+            for visitor in squatter.incoming() {
+                // One that has left does not matter.
+                let _ = visitor.unwrap().write_all(&[9; ANSWER]);
+            }
+        });
+        let begun = Instant::now();
+        loop {
+            assert!(s.do_lookup(b"key", "local-root-0", 20).is_err());
+            // The squatter's thread may not have come to it.
+            let said = said(&mut s);
+            if said.contains("who answers by that name does not know the group's key") {
+                break;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "{said}");
+        }
     }
 }

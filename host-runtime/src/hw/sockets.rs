@@ -1,22 +1,32 @@
 //! Bootstrap sockets. Every call has a deadline, is ended by the instance's abort, and survives signals (EINTR).
 //!
+//! A connection is the guest's once its host has shown that it knows the group's key, and the other end is believed once it has:
+//! [`super::handshake`] says how, [`super::gate`] how many strangers are heard meanwhile. An instance of no group has no sockets.
+//!
+//! What a connection may cost is bounded: the kernel's buffers have a fixed size, and as much as one receive may have come early.
+//!
 //! A wait that the deadline of an operation cuts short answers a time-out, as if it had been that long. No other begins after
 //! it: a guest that tries again until its own, later deadline would never come back.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use hw_bridge::links::fill_random;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wasmtime::component::Resource;
 
+use super::gate::{Found, Gate};
+use super::handshake::{Dialled, NONCE, Unproven};
 use super::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
+use super::system::{self, loopback_down};
 use super::{Answer, Trap, own};
 use crate::bindings::neuron::hw::sockets::{Host, Netif};
-use crate::limits::{ADDRESS_BYTES, byte_list};
+use crate::key::GroupKey;
+use crate::limits::{ADDRESS_BYTES, SOCKET_BUFFER, byte_list};
 use crate::plugin::HostState;
 use crate::policy::{ALL_PORTS, listed};
 use crate::status::Status;
@@ -80,19 +90,25 @@ pub(crate) enum Wait {
 impl HostState {
     /// Waits until `fd` is ready, the deadline, or the abort.
     fn wait(&self, fd: impl AsFd, flags: PollFlags, deadline: Instant) -> Wait {
+        self.wait_any(&[fd.as_fd()], flags, deadline)
+    }
+
+    /// The same for any of several.
+    fn wait_any(&self, of: &[BorrowedFd<'_>], flags: PollFlags, deadline: Instant) -> Wait {
         if self.overdue() {
             return Wait::Ended;
         }
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
-            let event = self.abort.event();
-            let mut fds = [PollFd::new(&fd, flags), PollFd::from_borrowed_fd(event, PollFlags::IN)];
+            let event = PollFd::from_borrowed_fd(self.abort.event(), PollFlags::IN);
+            let of = of.iter().map(|fd| PollFd::from_borrowed_fd(*fd, flags));
+            let mut fds: Vec<PollFd<'_>> = std::iter::once(event).chain(of).collect();
             match poll(&mut fds, Some(&timeout)) {
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(_) => return Wait::Ready,
-                Ok(_) if !fds[1].revents().is_empty() => return Wait::Ended,
-                Ok(_) if !fds[0].revents().is_empty() => return Wait::Ready,
+                Ok(_) if !fds[0].revents().is_empty() => return Wait::Ended,
+                Ok(_) if fds[1..].iter().any(|fd| !fd.revents().is_empty()) => return Wait::Ready,
                 Ok(_) if left.is_zero() => return Wait::Late,
                 Ok(_) => {}
             }
@@ -160,21 +176,38 @@ impl HostState {
         decode(bytes).map_err(|why| self.fail(Status::INVALID, why))
     }
 
-    fn socket_error<T>(&mut self, what: String, e: &std::io::Error) -> Answer<T> {
+    /// `hint` is what is behind it, if that is known.
+    fn socket_error<T>(&mut self, what: String, e: &std::io::Error, hint: Option<&str>) -> Answer<T> {
         let limit = hw_bridge::exhausted::limit_behind(e);
         let status = if limit.is_empty() { Status::FAILURE } else { Status::RESOURCE };
-        Err(self.fail(status, format!("{what} failed: {e}{limit}")))
+        let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
+        Err(self.fail(status, format!("{what} failed: {e}{limit}{hint}")))
     }
 
-    fn new_connection(&mut self, stream: TcpStream, counted: Counted) -> Answer<Resource<ConnectionObject>> {
-        if let Err(e) = stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)) {
-            return self.socket_error("setting up a connection".into(), &e);
-        }
-        self.add(ConnectionObject { stream, early: Vec::new(), _counted: counted })
+    /// By which this instance's group knows its members.
+    pub(super) fn group_key(&mut self, what: &str) -> Answer<GroupKey> {
+        self.key.ok_or_else(|| {
+            let tenant = &self.tenant.name;
+            let why = format!(
+                "a plugin of tenant {tenant} asked to {what} while it works for no group; only the entries that make an id or join a \
+                 group may, and the tasks that they start"
+            );
+            self.fail(Status::UNINITIALIZED, why)
+        })
+    }
+
+    fn new_connection(
+        &mut self,
+        stream: TcpStream,
+        dialled: Option<Dialled>,
+        counted: Counted,
+    ) -> Answer<Resource<ConnectionObject>> {
+        self.add(ConnectionObject { stream, early: Vec::new(), dialled, _counted: counted })
     }
 
     fn do_listen(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ListenerObject>> {
         let counted = self.one_more_socket()?;
+        self.group_key("listen")?;
         let addr = self.address(address)?;
         let ports = self.grant.network.listening(addr.ip(), addr.port());
         if ports.is_empty() {
@@ -196,13 +229,17 @@ impl HostState {
                         });
                     }
                 },
-                Err(e) => return self.socket_error(format!("listening on {addr}"), &e),
+                Err(e) => {
+                    let down = unreachable_loopback(&addr, &e);
+                    return self.socket_error(format!("listening on {addr}"), &e, down);
+                }
             }
         };
-        if let Err(e) = socket.set_nonblocking(true) {
-            return self.socket_error(format!("listening on {addr}"), &e);
+        // Connections have the listener's buffers from their first packet on.
+        if let Err(e) = socket.set_nonblocking(true).and_then(|()| bound_buffers(&socket)) {
+            return self.socket_error(format!("listening on {addr}"), &e, None);
         }
-        self.add(ListenerObject { socket, _counted: counted })
+        self.add(ListenerObject { socket, gate: Gate::default(), _counted: counted })
     }
 
     fn do_accept(
@@ -214,27 +251,40 @@ impl HostState {
             Ok(c) => c,
             Err(s) => return Ok(Err(s)),
         };
-        let until = self.deadline(ms);
-        let (accepted, addr) = loop {
-            let listener = &self.table.get(handle)?.socket;
-            match listener.accept() {
-                Ok(a) => break a,
-                Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(listener, PollFlags::IN, until) {
-                    Wait::Ready => {}
-                    Wait::Ended => return Ok(self.ended("waiting for an incoming connection")),
-                    Wait::Late => {
-                        let at = listener.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
-                        return Ok(
-                            self.late(ms, || format!("Timeout waiting for incoming connection on {at} after {ms} ms"))
-                        );
-                    }
-                },
-                // The connection was gone before it was accepted, or a signal came: look again.
-                Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
-                Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e)),
-            }
+        let key = match self.group_key("accept connections") {
+            Ok(key) => key,
+            Err(s) => return Ok(Err(s)),
         };
-        Ok(self.new_connection(accepted, counted).map(|c| (c, encode(&addr))))
+        let (until, tenant) = (self.deadline(ms), self.tenant.clone());
+        loop {
+            let ListenerObject { socket, gate, .. } = self.table.get_mut(handle)?;
+            let at = || socket.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
+            let (end, full) = match gate.round(socket, &key, &tenant.gates, Instant::now(), set_up) {
+                Ok(Found::Member(stream, from)) => {
+                    return Ok(self.new_connection(stream, None, counted).map(|c| (c, encode(&from))));
+                }
+                Ok(Found::Refused(from, why)) => {
+                    if tenant.may_log() {
+                        tracing::warn!(tenant = %tenant.name, "a connection from {from} to {} was refused: {why}", at());
+                    }
+                    continue;
+                }
+                Ok(Found::Nothing { until, full }) => (until, full),
+                Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e, None)),
+            };
+            let (ListenerObject { socket, gate, .. }, end) = (self.table.get(handle)?, end.unwrap_or(until).min(until));
+            match self.wait_any(&gate.awaited(socket, full), PollFlags::IN, end) {
+                Wait::Ready => {}
+                Wait::Ended => return Ok(self.ended("waiting for an incoming connection")),
+                Wait::Late if end < until => {}
+                Wait::Late => {
+                    let at = socket.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
+                    return Ok(
+                        self.late(ms, || format!("Timeout waiting for incoming connection on {at} after {ms} ms"))
+                    );
+                }
+            }
+        }
     }
 
     /// One attempt to connect, ended by the deadline, by [`ATTEMPT`], or by the abort (then `None`).
@@ -246,6 +296,9 @@ impl HostState {
             Ok(fd) => TcpStream::from(fd),
             Err(e) => return Some(Err(e.into())),
         };
+        if let Err(e) = bound_buffers(&stream) {
+            return Some(Err(e));
+        }
         match connect(&stream, addr) {
             Ok(()) => return Some(Ok(stream)),
             // A signal does not end the attempt, it goes on as if the socket had said so.
@@ -264,6 +317,7 @@ impl HostState {
 
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
         let counted = self.one_more_socket()?;
+        let key = self.group_key("connect")?;
         let addr = self.address(address)?;
         if !self.grant.network.may_reach(addr.ip(), addr.port()) {
             let grants = listed(&self.grant.network.reach);
@@ -285,14 +339,26 @@ impl HostState {
                 Some(Ok(stream)) if stream.local_addr().ok() == stream.peer_addr().ok() => {
                     ErrorKind::ConnectionRefused.into()
                 }
-                Some(Ok(stream)) => return self.new_connection(stream, counted),
+                Some(Ok(stream)) => match greet(&stream, &key) {
+                    Ok(dialled) => return self.new_connection(stream, Some(dialled), counted),
+                    Err(e) => e,
+                },
                 Some(Err(e)) => e,
                 None => return self.ended(&format!("connecting to {addr}")),
             };
+            if e.kind() == ErrorKind::ConnectionRefused && self.root == Some(addr) {
+                let why = format!("nobody listens at {addr} any more, {}", spent(addr));
+                return Err(self.fail(Status::FAILURE, why));
+            }
+            if let Some(down) = unreachable_loopback(&addr, &e) {
+                return self.socket_error(format!("connecting to {addr}"), &e, Some(down));
+            }
             let again = matches!(
                 e.kind(),
                 ErrorKind::ConnectionRefused
                     | ErrorKind::ConnectionReset
+                    | ErrorKind::ConnectionAborted
+                    | ErrorKind::BrokenPipe
                     | ErrorKind::TimedOut
                     | ErrorKind::Interrupted
                     | ErrorKind::HostUnreachable
@@ -301,7 +367,7 @@ impl HostState {
                     | ErrorKind::WouldBlock
             );
             if !again {
-                return self.socket_error(format!("connecting to {addr}"), &e);
+                return self.socket_error(format!("connecting to {addr}"), &e, None);
             }
             if !told {
                 tracing::debug!("Connect to {addr} failed - retrying ({e})");
@@ -361,7 +427,7 @@ impl HostState {
         });
         let near = match started {
             Ok(near) => near,
-            Err(e) => return self.socket_error("starting a resolver thread".into(), &e),
+            Err(e) => return self.socket_error("starting a resolver thread".into(), &e, None),
         };
         let what = format!("looking up host name {host}");
         match self.wait(&near, PollFlags::IN, until) {
@@ -371,7 +437,7 @@ impl HostState {
         }
         let found = match answered.try_recv() {
             Ok(Ok(found)) => found,
-            Ok(Err(e)) => return self.socket_error(what, &e),
+            Ok(Err(e)) => return self.socket_error(what, &e, None),
             Err(_) => return Err(self.fail(Status::FAILURE, format!("{what} ended without an answer"))),
         };
         let within: Vec<_> =
@@ -384,7 +450,58 @@ impl HostState {
         Ok(within)
     }
 
+    /// Has the other end shown who it is, if it was dialled and has not yet: looks, or waits until `until`.
+    fn proven(&mut self, handle: &Resource<ConnectionObject>, until: Option<Instant>, ms: u32) -> Trap<Answer<()>> {
+        loop {
+            let ConnectionObject { stream, dialled, .. } = self.table.get_mut(handle)?;
+            let Some(unproven) = dialled else { return Ok(Ok(())) };
+            match unproven.hear(&mut &*stream) {
+                Ok(true) => *dialled = None,
+                Ok(false) => {
+                    let Some(until) = until else { return Ok(Ok(())) };
+                    let stream = &self.table.get(handle)?.stream;
+                    match self.wait(stream, PollFlags::IN, until) {
+                        Wait::Ready => {}
+                        Wait::Ended => return Ok(self.ended("receiving")),
+                        Wait::Late => {
+                            let who = peer_name(stream);
+                            let what = || format!("Timeout waiting for RX from {who}: it has not taken the connection after {ms} ms");
+                            return Ok(self.late(ms, what));
+                        }
+                    }
+                }
+                Err(why) => {
+                    let to = unproven.to;
+                    // Nothing more is to be heard of it; it may be closed already.
+                    let _ = stream.shutdown(std::net::Shutdown::Both);
+                    return Ok(self.unproven(to, why, ms));
+                }
+            }
+        }
+    }
+
+    /// The other end is not who was dialled, or has left before it could show that.
+    fn unproven<T>(&mut self, to: SocketAddr, why: Unproven, ms: u32) -> Answer<T> {
+        if self.root == Some(to) {
+            return Err(self.fail(Status::FAILURE, format!("who listens at {to} is not of this group, {}", spent(to))));
+        }
+        if why != Unproven::Closed {
+            return Err(self.fail(Status::FAILURE, format!("{to} is not of this group: {why}")));
+        }
+        self.gone(
+            ms,
+            format!(
+                "RX, connection closed by remote peer {to} before it had shown that it knows the group's key: it has ended, or it is \
+                 of another group or job (WCCL_JOB_SECRET must be the same for all ranks that meet at host:port)"
+            ),
+        )
+    }
+
     fn do_send(&mut self, handle: &Resource<ConnectionObject>, data: &[u8], ms: u32) -> Trap<Answer<()>> {
+        // A root that cannot show who it is gets no more than one message.
+        if let Err(s) = self.proven(handle, None, ms)? {
+            return Ok(Err(s));
+        }
         let until = self.deadline(ms);
         let mut sent = 0;
         while sent < data.len() {
@@ -411,6 +528,9 @@ impl HostState {
 
     fn do_recv(&mut self, handle: &Resource<ConnectionObject>, bytes: u32, ms: u32) -> Trap<Answer<Vec<u8>>> {
         let until = self.deadline(ms);
+        if let Err(s) = self.proven(handle, Some(until), ms)? {
+            return Ok(Err(s));
+        }
         let conn = self.table.get_mut(handle)?;
         // What came for an earlier receive that timed out is where this one begins.
         let mut data = std::mem::take(&mut conn.early);
@@ -452,6 +572,48 @@ impl HostState {
         }
         Ok(Ok(data))
     }
+}
+
+/// The kernel's buffers of a socket have this size from now on, and do not grow with what comes.
+fn bound_buffers(socket: impl AsFd) -> std::io::Result<()> {
+    use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
+    set_socket_recv_buffer_size(&socket, SOCKET_BUFFER)?;
+    Ok(set_socket_send_buffer_size(&socket, SOCKET_BUFFER)?)
+}
+
+/// Prepares a connection for its waits and its small messages.
+fn set_up(stream: &TcpStream) -> std::io::Result<()> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    bound_buffers(stream)
+}
+
+/// Says first what the other end is to check, which the empty buffer takes.
+fn greet(stream: &TcpStream, key: &GroupKey) -> std::io::Result<Dialled> {
+    stream.set_nodelay(true)?;
+    let mut nonce = [0; NONCE];
+    fill_random(&mut nonce)?;
+    let (dialled, hello) = Dialled::new(key, nonce, stream.peer_addr()?);
+    match (&mut &*stream).write(&hello)? {
+        n if n == hello.len() => Ok(dialled),
+        _ => Err(ErrorKind::BrokenPipe.into()),
+    }
+}
+
+/// Why a root that an id names does not answer: it listened before there was the id.
+fn spent(root: SocketAddr) -> String {
+    let here = if root.ip().is_loopback() { "; a loopback address is reached on the machine that made the id only" } else { "" };
+    format!(
+        "so the id is spent: its group has been made or given up, or the process that made it has ended; an id serves one group, \
+         once: make a new one with unique_id{here}"
+    )
+}
+
+/// What is behind an error with a loopback address, if loopback is down.
+fn unreachable_loopback(addr: &SocketAddr, e: &std::io::Error) -> Option<&'static str> {
+    let unreachable =
+        matches!(e.kind(), ErrorKind::NetworkUnreachable | ErrorKind::HostUnreachable | ErrorKind::AddrNotAvailable);
+    (unreachable && addr.ip().is_loopback()).then(|| loopback_down(&system::addresses())).flatten()
 }
 
 /// Listens on the address, with one of the ports where it says 0: the kernel's choice if all are granted, else the first free
@@ -555,7 +717,11 @@ fn limit(function: &str) -> u64 {
 impl Host for HostState {
     fn interfaces(&mut self) -> Trap<Vec<Netif>> {
         // Those that it may not listen on are of no use to it.
-        let mut all = interfaces();
+        let there = system::addresses();
+        if let Some(down) = loopback_down(&there) {
+            self.note(down.into());
+        }
+        let mut all = interfaces(there);
         let some = !all.is_empty();
         all.retain(|i| decode(&i.address).is_ok_and(|a| self.grant.network.may_listen(a.ip(), 0)));
         if some && all.is_empty() {
@@ -637,8 +803,8 @@ impl Host for HostState {
     }
 }
 
-/// Interfaces that carry an address, from the kernel's own tables.
-fn interfaces() -> Vec<Netif> {
+/// Interfaces that carry an address, from the kernel's own tables; loopback only if it is up.
+fn interfaces(there: Vec<system::Address>) -> Vec<Netif> {
     let mut found: Vec<Netif> = Vec::new();
     let mut add = |name: &str, ip: IpAddr, scope: u32| {
         let addr = match ip {
@@ -651,8 +817,8 @@ fn interfaces() -> Vec<Netif> {
         };
         found.push(Netif { name: name.into(), address: encode(&addr), loopback: ip.is_loopback(), link_local });
     };
-    for (name, ip, scope) in crate::hw::system::addresses() {
-        add(&name, ip, scope);
+    for a in there.iter().filter(|a| a.runs || !a.ip.is_loopback()) {
+        add(&a.name, a.ip, a.scope);
     }
     found
 }
@@ -664,7 +830,7 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::bindings::neuron::hw::objects::HostCommunicator;
-    use crate::limits::Limits;
+    use crate::limits::{GATE_PLACES, Limits};
     use crate::tenant::limited;
 
     /// An instance's state, with a communicator and a limit of sockets.
@@ -686,7 +852,226 @@ mod tests {
         let far = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let counted = s.one_more_socket().unwrap();
-        (s.new_connection(listener.accept().unwrap().0, counted).unwrap(), far)
+        let near = listener.accept().unwrap().0;
+        set_up(&near).unwrap();
+        (s.new_connection(near, None, counted).unwrap(), far)
+    }
+
+    /// An instance of the `group`th group.
+    fn member(group: u8) -> HostState {
+        let tenant = limited(Limits { sockets: 200, wall: Duration::from_secs(60), ..Limits::default() });
+        let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
+        s.key = Some(GroupKey::of_id(&[group; 32], 0));
+        s
+    }
+
+    /// A listener of an instance, and where it is.
+    fn listener(s: &mut HostState) -> (Resource<ListenerObject>, SocketAddr) {
+        let listener = s.do_listen(&encode(&"127.0.0.1:0".parse().unwrap()), 100).unwrap();
+        let at = decode(&s.local_address(borrow(&listener)).unwrap()).unwrap();
+        (listener, at)
+    }
+
+    fn said(s: &mut HostState) -> String {
+        s.take_causes().0.join("; ")
+    }
+
+    /// Longer than anything here takes.
+    const LONG: u32 = 50_000;
+
+    fn accepted(s: &mut HostState, at: &Resource<ListenerObject>) -> Resource<ConnectionObject> {
+        s.do_accept(at, LONG).unwrap().unwrap().0
+    }
+
+    fn dialled(s: &mut HostState, at: SocketAddr) -> Resource<ConnectionObject> {
+        s.do_connect(&encode(&at), LONG).unwrap()
+    }
+
+    /// Two ends hear one another.
+    fn talk(a: (&mut HostState, &Resource<ConnectionObject>), b: (&mut HostState, &Resource<ConnectionObject>)) {
+        a.0.do_send(a.1, b"question", LONG).unwrap().unwrap();
+        assert_eq!(b.0.do_recv(b.1, 8, LONG).unwrap().unwrap(), b"question");
+        b.0.do_send(b.1, b"answer", LONG).unwrap().unwrap();
+        assert_eq!(a.0.do_recv(a.1, 6, LONG).unwrap().unwrap(), b"answer");
+    }
+
+    /// What a host of the group says first when it dials `at`.
+    fn hello(s: &HostState, at: SocketAddr, nonce: u8) -> Vec<u8> {
+        Dialled::new(&s.key.unwrap(), [nonce; NONCE], at).1.to_vec()
+    }
+
+    #[test]
+    fn members_of_a_group_hear_one_another_among_strangers() {
+        let (mut root, mut rank, mut other) = (member(1), member(1), member(2));
+        let (l, at) = listener(&mut root);
+        // Mute ones, one that is slow, foreign bytes (those of the guests' own protocol), and another group.
+        let mute: Vec<TcpStream> = (0..5).map(|_| TcpStream::connect(at).unwrap()).collect();
+        let mut slow = TcpStream::connect(at).unwrap();
+        slow.write_all(&hello(&root, at, 9)[..40]).unwrap();
+        let mut foreign = TcpStream::connect(at).unwrap();
+        foreign.write_all(b"ilya\0\0\0\0\x02\0\0\0\x02\0\x12\x34\x7f\0\0\x01\0\0\0\0\0\0\0\0").unwrap();
+        let lost = dialled(&mut other, at);
+        // Nobody waits for the other one's accept.
+        let far = dialled(&mut rank, at);
+        rank.do_send(&far, b"hello", LONG).unwrap().unwrap();
+        let near = accepted(&mut root, &l);
+        assert_eq!(root.do_recv(&near, 5, LONG).unwrap().unwrap(), b"hello");
+        talk((&mut rank, &far), (&mut root, &near));
+        foreign.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        assert_eq!(foreign.read(&mut [0]).unwrap_or(0), 0, "who is no member is closed");
+        assert!(other.do_recv(&lost, 1, LONG).unwrap().is_err());
+        let why = said(&mut other);
+        assert!(why.contains("before it had shown that it knows the group's key"), "{why}");
+        // The rest of a hello that began before all others is taken too.
+        slow.write_all(&hello(&root, at, 9)[40..]).unwrap();
+        accepted(&mut root, &l);
+        drop(mute);
+    }
+
+    #[test]
+    fn a_hello_that_was_recorded_is_refused() {
+        let mut root = member(1);
+        let (l, at) = listener(&mut root);
+        let recorded = hello(&root, at, 7);
+        let mut first = TcpStream::connect(at).unwrap();
+        first.write_all(&recorded).unwrap();
+        accepted(&mut root, &l);
+        let mut again = TcpStream::connect(at).unwrap();
+        again.write_all(&recorded).unwrap();
+        // Elsewhere too, where nobody has heard it.
+        let mut third = member(1);
+        let (elsewhere, there) = listener(&mut third);
+        let mut moved = TcpStream::connect(there).unwrap();
+        moved.write_all(&recorded).unwrap();
+        assert!(root.do_accept(&l, 300).unwrap().is_err() && third.do_accept(&elsewhere, 300).unwrap().is_err());
+        for mut s in [again, moved] {
+            s.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+            assert_eq!(s.read(&mut [0]).unwrap_or(0), 0, "it is closed");
+        }
+    }
+
+    /// More strangers than a gate has places, who say nothing: the oldest make room.
+    #[test]
+    fn a_full_gate_lets_members_in() {
+        let (mut root, mut rank) = (member(1), member(1));
+        let (l, at) = listener(&mut root);
+        let mute: Vec<TcpStream> = (0..GATE_PLACES + 20).map(|_| TcpStream::connect(at).unwrap()).collect();
+        let far = dialled(&mut rank, at);
+        let near = accepted(&mut root, &l);
+        talk((&mut rank, &far), (&mut root, &near));
+        assert!(root.tenant.gates.alive() < GATE_PLACES, "one of them has the listener's own place");
+        root.release();
+        assert_eq!(root.tenant.gates.alive(), 0);
+        drop(mute);
+    }
+
+    /// A guest hears nothing of one that does not know the key, however the connection went from hand to hand.
+    #[test]
+    fn the_answer_is_checked_before_the_first_byte_also_by_a_successor() {
+        let strange = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = strange.local_addr().unwrap();
+        for right in [false, true] {
+            let (mut old, comm) = instance(4);
+            let conn = dialled(&mut old, at);
+            let mut far = strange.accept().unwrap().0;
+            let mut said_first = [0; crate::hw::handshake::HELLO];
+            far.read_exact(&mut said_first).unwrap();
+            let (mut visitor, mut heard) = (crate::hw::handshake::Dialling::new(), Default::default());
+            let proof = visitor.hear(&mut &said_first[..], &old.key.unwrap(), at, &mut heard).unwrap().unwrap();
+            // Half of it has come when the old one looks.
+            far.write_all(&proof[..16]).unwrap();
+            assert!(old.do_recv(&conn, 4, 300).unwrap().is_err());
+            old.park(borrow(&comm), 7, conn).unwrap().unwrap();
+            let core = old.comm(&comm).unwrap();
+            let mut new = HostState::new(old.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+            let comm = new.add(CommunicatorObject(core)).unwrap();
+            old.release();
+            far.write_all(if right { &proof[16..] } else { &[0; 16] }).unwrap();
+            far.write_all(b"data").unwrap();
+            let conn = new.unpark(borrow(&comm), 7).unwrap().unwrap();
+            let got = new.do_recv(&conn, 4, LONG).unwrap();
+            if right {
+                assert_eq!(got.unwrap(), b"data");
+                continue;
+            }
+            // Nor later.
+            assert!(got.is_err() && new.do_recv(&conn, 4, LONG).unwrap().is_err());
+            let why = said(&mut new);
+            assert!(why.contains(&format!("{at} is not of this group: it does not know the group's key")), "{why}");
+        }
+    }
+
+    #[test]
+    fn an_id_whose_root_is_gone_is_spent_and_another_place_is_waited_for() {
+        let mut rank = member(1);
+        let (l, at) = listener(&mut rank);
+        rank.remove(l).unwrap();
+        // Of a group that meets at a place it was told: the root may come yet.
+        assert!(rank.do_connect(&encode(&at), 100).is_err());
+        let waited = said(&mut rank);
+        assert!(waited.contains("failed for 100 ms") && !waited.contains("spent"), "{waited}");
+        rank.root = Some(at);
+        assert!(rank.do_connect(&encode(&at), u32::MAX).is_err());
+        let gone = said(&mut rank);
+        for part in ["nobody listens at 127.0.0.1:", "the id is spent", "make a new one with unique_id"] {
+            assert!(gone.contains(part), "{gone}");
+        }
+        // Somebody else got the port: another group, a stranger that closes, one that says something.
+        let mut other = member(2);
+        let (l, at) = listener(&mut other);
+        rank.root = Some(at);
+        let conn = dialled(&mut rank, at);
+        assert!(other.do_accept(&l, 200).unwrap().is_err());
+        assert!(rank.do_recv(&conn, 1, u32::MAX).unwrap().is_err());
+        let strange = TcpListener::bind("127.0.0.1:0").unwrap();
+        rank.root = strange.local_addr().ok();
+        let conn = dialled(&mut rank, strange.local_addr().unwrap());
+        let mut far = strange.accept().unwrap().0;
+        far.write_all(&[7; 40]).unwrap();
+        assert!(rank.do_recv(&conn, 1, u32::MAX).unwrap().is_err());
+        let taken = rank.take_causes().0;
+        assert_eq!(taken.len(), 2, "{taken:?}");
+        for why in taken {
+            assert!(why.contains("is not of this group, so the id is spent"), "{why}");
+        }
+    }
+
+    #[test]
+    fn without_a_group_there_are_no_sockets() {
+        let mut s = member(1);
+        let (l, at) = listener(&mut s);
+        s.key = None;
+        assert!(s.do_listen(&encode(&at), 0).is_err());
+        assert!(s.do_connect(&encode(&at), 0).is_err());
+        assert!(s.do_accept(&l, 0).unwrap().is_err());
+        let said = said(&mut s);
+        for what in ["listen", "connect", "accept connections"] {
+            assert!(said.contains(&format!("asked to {what} while it works for no group")), "{said}");
+        }
+    }
+
+    /// However much the other end sends, and whoever accepted or dialled.
+    #[test]
+    fn a_connection_holds_so_many_bytes_and_no_more() {
+        let (mut root, mut rank) = (member(1), member(1));
+        let (l, at) = listener(&mut root);
+        let far = dialled(&mut rank, at);
+        let near = accepted(&mut root, &l);
+        for (s, conn) in [(&root, &near), (&rank, &far)] {
+            use rustix::net::sockopt::{socket_recv_buffer_size, socket_send_buffer_size};
+            let stream = &s.table.get(conn).unwrap().stream;
+            let (recv, send) = (socket_recv_buffer_size(stream).unwrap(), socket_send_buffer_size(stream).unwrap());
+            // The kernel's own doubling.
+            assert!(recv <= 2 * SOCKET_BUFFER && send <= 2 * SOCKET_BUFFER, "{recv}, {send}");
+        }
+        // A message of the longest kind is taken at once; without end it is not.
+        let message = vec![1; limit("send") as usize];
+        rank.do_send(&far, &message, LONG).unwrap().unwrap();
+        let mut more = 0;
+        while rank.do_send(&far, &message, 100).unwrap().is_ok() {
+            more += 1;
+            assert!(more < 8, "{more} messages more");
+        }
     }
 
     #[test]
@@ -735,6 +1120,7 @@ mod tests {
         let (mut s, comm) = instance(3);
         let any = encode(&"127.0.0.1:0".parse().unwrap());
         let mut other = HostState::new(s.tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        other.key = s.key;
         let full = |s: &mut HostState, refused: bool| {
             let said = s.take_causes().0.join("; ");
             assert!(refused && said.contains("asked for one more socket; limits.connections grants 3"), "{said}");
@@ -852,6 +1238,6 @@ mod tests {
 
     #[test]
     fn the_loopback_interface_is_listed() {
-        assert!(interfaces().iter().any(|i| i.loopback && i.name == "lo"));
+        assert!(interfaces(system::addresses()).iter().any(|i| i.loopback && i.name == "lo"));
     }
 }

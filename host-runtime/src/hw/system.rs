@@ -41,8 +41,20 @@ pub const GRANTED: &[&str] = &[
 pub(crate) const FILES: &[(&str, bool)] =
     &[("NCCL_TOPO_FILE", false), ("NCCL_GRAPH_FILE", false), ("NCCL_TOPO_DUMP_FILE", true)];
 
-/// Addresses of the machine's interfaces that are up: name, address, scope.
-pub(super) fn addresses() -> Vec<(String, IpAddr, u32)> {
+/// An address of this machine.
+#[derive(Debug, Clone)]
+pub(super) struct Address {
+    /// Of the interface that carries it.
+    pub name: String,
+    pub ip: IpAddr,
+    /// Number of the interface, if the address means nothing without.
+    pub scope: u32,
+    /// Whether the interface runs.
+    pub runs: bool,
+}
+
+/// Addresses of the machine's interfaces.
+pub(super) fn addresses() -> Vec<Address> {
     let found = if_addrs::get_if_addrs().unwrap_or_else(|e| {
         tracing::warn!("the interfaces of this machine cannot be listed: {e}");
         Vec::new()
@@ -50,12 +62,22 @@ pub(super) fn addresses() -> Vec<(String, IpAddr, u32)> {
     found
         .into_iter()
         .map(|i| {
-            let ip = i.ip();
+            let (ip, runs) = (i.ip(), i.is_oper_up());
             let scoped = matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
             let scope = if scoped { i.index.unwrap_or(0) } else { 0 };
-            (i.name, ip, scope)
+            Address { name: i.name, ip, scope, runs }
         })
         .collect()
+}
+
+/// That loopback is down, with what to do, if it is by these addresses: in a network namespace that nobody has set up it has
+/// none, and one that was taken down keeps its own but does not run.
+pub(super) fn loopback_down(all: &[Address]) -> Option<&'static str> {
+    let up = all.iter().any(|a| a.ip.is_loopback() && a.runs);
+    (!up).then_some(
+        "the loopback interface `lo` is down, so processes of this machine cannot reach one another over 127.0.0.1; bring it up in \
+         this network namespace: `ip link set lo up`",
+    )
 }
 
 fn words(set: &CpuSet) -> Vec<u64> {
@@ -304,6 +326,22 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::limits::Limits;
     use crate::tenant::limited;
+
+    #[test]
+    fn loopback_is_down_without_an_address_that_runs() {
+        let of = |text: &str, runs| Address { name: "x".into(), ip: text.parse().unwrap(), scope: 0, runs };
+        for down in [
+            vec![],
+            vec![of("10.0.0.1", true)],
+            vec![of("127.0.0.1", false), of("::1", false)],
+            vec![of("10.0.0.1", true), of("127.0.0.1", false)],
+        ] {
+            assert!(loopback_down(&down).is_some_and(|why| why.contains("`ip link set lo up`")), "{down:?}");
+        }
+        for up in [vec![of("127.0.0.1", true)], vec![of("::1", true)], vec![of("10.0.0.1", false), of("127.0.1.1", true)]] {
+            assert_eq!(loopback_down(&up), None, "{up:?}");
+        }
+    }
 
     #[test]
     fn a_mask_is_cut_to_the_cpus_of_the_process() {

@@ -132,7 +132,7 @@ impl Communicator {
                 *id = key::public(id);
                 key
             }
-            Rendezvous::Root(root) => GroupKey::of_root(&key::job_secret()?, tenant, key::port_of(root), o.nranks),
+            Rendezvous::Root(root) => GroupKey::of_root(&key::job_secret()?, tenant, key::port_of(root)),
         };
         Communicator::init_on(runtime, o, key, None)
     }

@@ -20,7 +20,8 @@ use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{Client, CommCore};
 use crate::key::GroupKey;
-use crate::limits::byte_list;
+use crate::hw::sockets::decode;
+use crate::limits::{ADDRESS_BYTES, byte_list};
 use crate::plugin::{Instance, bounded};
 use crate::serve::client::Served;
 use crate::serve::wire;
@@ -180,7 +181,17 @@ impl Here {
         inner.swaps.joins(&instance, rank);
         let forward = &inner.forward;
         let made = match &j.rendezvous {
-            Rendezvous::Id(id) => forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?,
+            Rendezvous::Id(id) => {
+                if !inner.used.once(&j.key, rank) {
+                    return Err(bad(format!(
+                        "rank {rank} has joined by this unique id before, so the id is spent: it serves one group, once; make a new one \
+                         with unique_id"
+                    )));
+                }
+                let root = decode(&id[..ADDRESS_BYTES]).ok();
+                instance.peek(|s| s.root = root);
+                forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?
+            }
             Rendezvous::Root(root) => {
                 forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?
             }

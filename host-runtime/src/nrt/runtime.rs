@@ -1,12 +1,13 @@
 //! One tenant runtime: the modelled machine, the one load of the collectives library, the soft net step.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use hw_bridge::device::{DeviceConfig, DeviceModel};
+use hmac::Mac;
 use hw_bridge::semaphore::WaitMode;
 use hw_bridge::share::Market;
 
@@ -26,7 +27,7 @@ use crate::policy::{Policy as TenantPolicy, Share};
 use crate::serve::client::Service;
 use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
-use crate::tenant::Tenant;
+use crate::tenant::{Tenant, lock};
 use crate::vars;
 
 /// How to open a runtime.
@@ -235,8 +236,35 @@ pub(crate) struct Inner {
     pub swaps: Arc<Swaps>,
     pub eras: Mutex<Eras>,
     control: OnceLock<Control>,
+    /// Who has joined by an id.
+    pub used: Used,
     /// What has the plugins, if not this process.
     pub service: Option<Service>,
+}
+
+/// Uses that are remembered; what is older has been tried since, or never will.
+const MOST_USED: usize = 4096;
+
+/// Ranks that have joined by an id, the newest last: an id serves once, and who tries again is told so before it waits.
+#[derive(Debug, Default)]
+pub(crate) struct Used(Mutex<VecDeque<[u8; 16]>>);
+
+impl Used {
+    /// Whether it is the first time that this rank joins the group with this key.
+    pub(crate) fn once(&self, key: &GroupKey, rank: usize) -> bool {
+        let mut tag = key.tag("used");
+        tag.update(&(rank as u64).to_le_bytes());
+        let tag = tag.finalize().into_bytes().first_chunk().copied().unwrap_or_default();
+        let mut all = lock(&self.0);
+        if all.contains(&tag) {
+            return false;
+        }
+        if all.len() >= MOST_USED {
+            all.pop_front();
+        }
+        all.push_back(tag);
+        true
+    }
 }
 
 impl Drop for Inner {
@@ -297,9 +325,9 @@ impl Runtime {
             }
             // The plugin is the service's.
             let config = RuntimeConfig { plugin: None, net_plugin: None, ..config };
-            let (doors, swaps, eras, control) = Default::default();
+            let (doors, swaps, eras, control, used) = Default::default();
             let service = Some(service);
-            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service, doors, swaps, eras, control })));
+            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service, doors, swaps, eras, control, used })));
         }
         match &config.plugin {
             Some(path) => {
@@ -310,8 +338,8 @@ impl Runtime {
             None => forward.none_configured(),
         }
         net::open(&tenant, config.net_plugin.as_deref());
-        let (doors, swaps, eras, control) = Default::default();
-        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control }));
+        let (doors, swaps, eras, control, used) = Default::default();
+        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control, used }));
         // The first plugin's counts are its own whenever somebody asks for them first.
         metrics::note(&runtime);
         if runtime.0.config.control

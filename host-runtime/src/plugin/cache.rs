@@ -40,7 +40,7 @@ fn place(look_up: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
 }
 
 /// Where compiled components are kept; `None` if there is no such place or it is not ours alone.
-fn directory() -> Option<Dir> {
+pub(crate) fn directory() -> Option<Dir> {
     open(&place(|name| std::env::var_os(name))?)
 }
 

@@ -1,5 +1,6 @@
 //! What a store holds for its guest: handles, limits, the call's budget, and the sentences of what went wrong.
 
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -37,6 +38,8 @@ pub struct HostState {
     pub(crate) client: Option<Client>,
     /// Of the group that it works for; the host's, which a guest never sees. Tasks have their spawner's.
     pub(crate) key: Option<GroupKey>,
+    /// Where the root of the id listens by which it joins, if it joins by one.
+    pub(crate) root: Option<SocketAddr>,
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
@@ -96,6 +99,7 @@ impl HostState {
             core,
             client: None,
             key: None,
+            root: None,
             published: Vec::new(),
             waits_until: None,
             entry: "",

@@ -308,6 +308,23 @@ fn apart(policy: &Policy) -> Result<(), Error> {
     )))
 }
 
+/// Refuses tenants that may listen in one another's place: the plugins of both run in this process, and one could be there
+/// first.
+fn own_places(policies: &[Arc<Policy>]) -> Result<(), Error> {
+    for (i, a) in policies.iter().enumerate() {
+        for b in &policies[i + 1..] {
+            if let Some((of_a, of_b, both)) = a.network.shared(&b.network) {
+                let (a, b) = (&a.tenant, &b.tenant);
+                return Err(Error::Config(format!(
+                    "tenants {a} and {b} may both listen on {both}: network.listen grants {of_a} to {a} and {of_b} to {b}; one could \
+                     wait there in the place of the other, so give each ports or addresses of its own"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
 /// docs/service.md says how many for what.
 fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
@@ -368,13 +385,14 @@ impl Server {
     ///
     /// # Errors
     /// [`Error::Config`] for a policy that cannot be used or that admits the service's own user without
-    /// [`ServeConfig::allow_own_user`], a directory that others can write or that another service serves;
-    /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
+    /// [`ServeConfig::allow_own_user`], two tenants that may listen at one place, a directory that others can write or that
+    /// another service serves; [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
         if !config.allow_own_user {
             policies.iter().try_for_each(|p| apart(p))?;
         }
+        own_places(&policies)?;
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
@@ -460,6 +478,22 @@ mod tests {
         {
             assert!(!is_policy(name), "{name}");
         }
+    }
+
+    #[test]
+    fn tenants_that_may_listen_at_one_place_are_refused_by_name() {
+        let policy = |tenant: &str, listen: &str| {
+            let text = format!(
+                "tenant = \"{tenant}\"\n[plugins]\ndirectory = \"/\"\nallow = [{{ file = \"a\" }}]\n[network]\nlisten = [{listen}]"
+            );
+            Arc::new(Policy::parse(Path::new("x.toml"), &text).unwrap())
+        };
+        let red = policy("red", "\"127.0.0.1:20000-20999\"");
+        let green = policy("green", "\"127.0.0.1:21000-21999\", \"10.0.0.0/8:*\"");
+        own_places(&[red.clone(), green.clone()]).unwrap();
+        let e = own_places(&[red, green, policy("blue", "\"10.1.0.0/16:80\"")]).unwrap_err().to_string();
+        let both = "tenants green and blue may both listen on 10.1.0.0/16:80: network.listen grants 10.0.0.0/8:* to green and 10.1.0.0/16:80 to blue";
+        assert!(e.contains(both), "{e}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use host_runtime::error::Error;
 use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
-use host_runtime::nrt::{Communicator, Io, RuntimeConfig, Tensor};
+use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
@@ -453,4 +453,55 @@ fn a_death_in_the_middle_of_a_shrink_is_named() {
         assert_eq!(ranks[r].line(), format!("rank {r} of 2 sum 2"));
     }
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
+
+/// Waits long enough for a test to fail that waits for it.
+fn patient() -> RuntimeConfig {
+    let mut c = config();
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "600000".into());
+    c
+}
+
+/// What a rank that joins by a used id is told, without waiting for a root that will not come.
+fn refused(runtime: &Runtime, id: [u8; 128], rank: usize) -> String {
+    let (runtime, (tell, told)) = (runtime.clone(), std::sync::mpsc::channel());
+    std::thread::spawn(move || {
+        // Whoever asked may have given up.
+        let _ = tell.send(runtime.init_comm(CommOptions::with_id(id, rank, 2)).map(|_| ()));
+    });
+    let answer = told.recv_timeout(Duration::from_secs(120)).expect("an answer long before the start-up time is over");
+    answer.unwrap_err().to_string()
+}
+
+/// By the rank that joined, by another rank of that runtime, by another runtime; while its maker lives, and after.
+#[test]
+fn an_id_that_was_used_is_spent() {
+    let runtimes: Vec<Runtime> = (0..2).map(|_| Runtime::open(patient()).unwrap()).collect();
+    let id = runtimes[0].unique_id(2).unwrap();
+    let ranks: Vec<_> = runtimes
+        .iter()
+        .cloned()
+        .enumerate()
+        .map(|(r, runtime)| std::thread::spawn(move || runtime.init_comm(CommOptions::with_id(id, r, 2)).unwrap()))
+        .collect();
+    let comms: Vec<Communicator> = ranks.into_iter().map(|r| r.join().unwrap()).collect();
+    let again = refused(&runtimes[1], id, 1);
+    assert!(again.contains("rank 1 has joined by this unique id before, so the id is spent"), "{again}");
+    drop(comms);
+    let begun = Instant::now();
+    while runtimes[0].tenant().tasks_alive() > 0 {
+        assert!(begun.elapsed() < Duration::from_secs(120), "the root of a group that was made ends");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let elsewhere = Runtime::open(patient()).unwrap();
+    for (runtime, rank) in [(&runtimes[0], 1), (&elsewhere, 0), (&elsewhere, 1)] {
+        let e = refused(runtime, id, rank);
+        for part in ["the id is spent", "make a new one with unique_id"] {
+            assert!(e.contains(part), "{e}");
+        }
+    }
+    // One that nobody has used, whose maker is gone.
+    let unused = Runtime::open(patient()).unwrap().unique_id(2).unwrap();
+    let e = refused(&elsewhere, unused, 0);
+    assert!(e.contains("nobody listens at 127.0.0.1:") && e.contains("the id is spent"), "{e}");
 }

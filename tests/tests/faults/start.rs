@@ -307,3 +307,62 @@ fn a_script_in_the_shell_is_a_rank_like_any_other() {
     ready(&ranks);
     ranks.iter_mut().for_each(|r| drop(r.good()));
 }
+
+/// A network namespace that nobody has set up: each rank says at once that loopback is down, and what to do.
+#[test]
+fn loopback_that_is_down_is_named() {
+    let _one = alone();
+    let allowed = Command::new("unshare").args(["-Urn", "true"]).status().is_ok_and(|s| s.success());
+    assert!(allowed, "did not run: no user and network namespaces here (the decision itself has a unit test)");
+    for rank in 0..2 {
+        let mut c = Command::new("unshare");
+        c.args(["-Urn", env!("CARGO_BIN_EXE_fault"), "barrier"]);
+        let e = Rank::start(c, rank, 2, "127.0.0.1:39001", &[("NEURON_CCOM_SOCK_TIMEOUT", "60000")]).error();
+        has(&e, &["the loopback interface `lo` is down", "`ip link set lo up`"]);
+    }
+    // One that was up once has its address all the same.
+    let down = "ip link set lo up && ip link set lo down && RANK=0 exec \"$0\" barrier";
+    let mut c = Command::new("unshare");
+    c.args(["-Urn", "sh", "-c", down, env!("CARGO_BIN_EXE_fault")]);
+    let e = Rank::start(c, 0, 2, "127.0.0.1:39001", &[("NEURON_CCOM_SOCK_TIMEOUT", "60000")]).error();
+    has(&e, &["the loopback interface `lo` is down"]);
+}
+
+/// Ranks of different jobs that meet at one place are strangers: the one that came says what is to be the same, the root waits
+/// for its own and says who is missing.
+#[test]
+fn ranks_with_different_job_secrets_do_not_join_one_another() {
+    let root = free_root();
+    let mut ranks = some(2, &root, &[0, 1], |r| {
+        let mut vars = vec![("NEURON_CCOM_SOCK_TIMEOUT", "6000".to_string())];
+        vars.push(("WCCL_JOB_SECRET", format!("the secret of job number {r}")));
+        vars
+    });
+    let stranger = ranks[1].error();
+    has(&stranger, &["rank 1 of 2 reporting to the root at", "before it had shown that it knows the group's key", "WCCL_JOB_SECRET"]);
+    assert!(!stranger.contains("the secret of"), "{stranger}");
+    has(&ranks[0].error(), &["1/2 ranks joined", "missing 1"]);
+    // The same one, from a variable on one rank and a file on the other.
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("job-secret-{}", std::process::id()));
+    std::fs::write(&file, "the secret of both jobs\n").unwrap();
+    let mut ranks = some(2, &free_root(), &[0, 1], |r| match r {
+        0 => vec![("WCCL_JOB_SECRET", "the secret of both jobs".to_string())],
+        _ => vec![("WCCL_JOB_SECRET_FILE", file.display().to_string())],
+    });
+    ranks.iter_mut().for_each(|r| drop(r.good()));
+    std::fs::remove_file(&file).unwrap();
+}
+
+#[test]
+fn a_job_without_a_secret_says_where_one_may_come_from() {
+    let of = |vars: &[(&'static str, &str)]| {
+        some(1, &free_root(), &[0], |_| vars.iter().map(|(k, v)| (*k, v.to_string())).collect())[0].error()
+    };
+    let e = of(&[("WCCL_JOB_SECRET", ""), ("WCCL_JOB_SECRET_FILE", ""), ("WCCL_CACHE_DIR", "off")]);
+    has(&e, &["WCCL_JOB_SECRET and WCCL_JOB_SECRET_FILE are not set", "the user's own", "the same on all ranks"]);
+    let e = of(&[("WCCL_JOB_SECRET", "too short")]);
+    has(&e, &["WCCL_JOB_SECRET holds 9 bytes; a job's secret has at least 16"]);
+    assert!(!e.contains("too short"), "{e}");
+    let e = of(&[("WCCL_JOB_SECRET_FILE", "/dev/zero")]);
+    has(&e, &["WCCL_JOB_SECRET_FILE=/dev/zero: it is not a regular file"]);
+}

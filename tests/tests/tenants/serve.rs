@@ -17,20 +17,27 @@ use hw_bridge::credentials::Credentials;
 use hw_bridge::share::Market;
 use tests::zoo;
 
-use crate::common::ranks::{Rank, start};
+use crate::common::ranks::{Rank, start, start_at};
 use crate::common::{PluginFile, config, free_port, plugin_file, world};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
 
 /// Policies and sockets of one test, in a directory of its own.
-struct Place(PathBuf);
+struct Place(PathBuf, Vec<String>);
 
 impl Drop for Place {
     fn drop(&mut self) {
         // A leftover in the temporary folder is harmless.
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Ports of the `i`th of `n` tenants, of those that [`free_port`] chooses from: no two may have one in common.
+fn ports(i: usize, n: usize) -> (u16, u16) {
+    let each = 12_000 / n;
+    let first = 20_000 + i * each;
+    (first as u16, (first + each - 1) as u16)
 }
 
 impl Place {
@@ -41,15 +48,24 @@ impl Place {
         std::fs::create_dir_all(dir.join("policies")).unwrap();
         let plugin = config().plugin.unwrap();
         let directory = plugin.parent().unwrap().canonicalize().unwrap();
-        for (tenant, cores, more) in policies {
+        for (i, (tenant, cores, more)) in policies.iter().enumerate() {
+            let (first, last) = ports(i, policies.len());
             let text = format!(
                 "tenant = \"{tenant}\"\n[plugins]\ndirectory = {directory:?}\nallow = [{{ file = \"nccom.wasm\" }}, {{ file = \"nccom-next.wasm\" }}]\n\
-                 [devices]\ncores = {cores:?}\nhbm = \"256 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\n\
+                 [devices]\ncores = {cores:?}\nhbm = \"256 MiB\"\n[network]\nlisten = [\"127.0.0.1:{first}-{last}\"]\n\
                  reach = [\"127.0.0.1:*\"]\n{more}"
             );
             std::fs::write(dir.join("policies").join(format!("{tenant}.toml")), text).unwrap();
         }
-        Place(dir)
+        Place(dir, policies.iter().map(|p| p.0.to_string()).collect())
+    }
+
+    /// Where ranks of `tenant` may meet.
+    fn root(&self, tenant: &str) -> String {
+        let i = self.1.iter().position(|t| t == tenant).unwrap();
+        let (first, last) = ports(i, self.1.len());
+        let port = std::iter::repeat_with(free_port).find(|p| (first..=last).contains(p)).unwrap();
+        format!("127.0.0.1:{port}")
     }
 
     /// Has a tenant's policy allow these plugins in the place of the others.
@@ -84,7 +100,7 @@ impl Place {
     fn ranks(&self, tenant: &str, mode: &str, n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
         let socket = self.socket(tenant);
         let vars: Vec<_> = vars.iter().copied().chain([("WCCL_SERVICE", socket.to_str().unwrap())]).collect();
-        start(mode, n, &vars)
+        start_at(&self.root(tenant), mode, n, &vars)
     }
 
     /// A configuration of a client in this process.
@@ -681,4 +697,19 @@ fn a_swap_names_a_plugin_as_the_policy_does() {
     assert!(!report.committed && report.reason.contains("which is not listed"), "{report:?}");
     let report = coordinate(&order("./nccom.wasm")).unwrap();
     assert!(!report.committed && report.reason.contains("which is not a name in its directory"), "{report:?}");
+}
+
+/// The plugins of all tenants run in the service, which does not let one wait in the place of another.
+#[test]
+fn tenants_that_may_listen_at_one_place_are_not_served() {
+    let place = Place::new("overlap", &[("red", &[0], ""), ("blue", &[1], "")]);
+    let policy = place.0.join("policies").join("blue.toml");
+    let text = std::fs::read_to_string(&policy).unwrap();
+    std::fs::write(&policy, text.replace("127.0.0.1:26000-31999", "127.0.0.1:25000-31999")).unwrap();
+    let e = Server::start(&place.config()).map(|_| ()).unwrap_err().to_string();
+    let both = "tenants blue and red may both listen on 127.0.0.1:25000-25999";
+    assert!(e.contains(both) && e.contains("network.listen"), "{e}");
+    // Nothing is left of it: with ports of its own the tenant is served.
+    std::fs::write(&policy, text).unwrap();
+    place.serve();
 }
