@@ -42,6 +42,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
 use crate::error::Error;
+use crate::limits::TENANT_GATE_PLACES;
 use crate::message;
 use crate::nrt::{Runtime, RuntimeConfig};
 use crate::policy::Policy;
@@ -298,7 +299,14 @@ fn apart(policies: &[Arc<Policy>]) -> Result<(), Error> {
 /// docs/service.md says how many for what.
 fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
     let of = |p: &Arc<Policy>| {
-        let all = [(p.limits.sockets, 1), (p.limits.names, 3), (p.limits.tasks, 4), (p.service.clients, 10)];
+        // A listener may have one more than itself, of a stranger.
+        let all = [
+            (p.limits.sockets, 2),
+            (TENANT_GATE_PLACES, 1),
+            (p.limits.names, 3),
+            (p.limits.tasks, 4),
+            (p.service.clients, 10),
+        ];
         all.into_iter().fold(0, |sum: u64, (n, each)| sum.saturating_add((n as u64).saturating_mul(each)))
     };
     let need = policies.iter().map(of).fold(0, u64::saturating_add);
@@ -461,6 +469,6 @@ mod tests {
         assert_eq!(room(&[policy(10), policy(10)]), Ok(()));
         // More than fs.nr_open allows anywhere.
         let e = room(&[policy(10), policy(1 << 40)]).unwrap_err();
-        assert!(e.contains("what all policies grant needs 1099511627806 file descriptors"), "{e}");
+        assert!(e.contains("what all policies grant needs 2199023256104 file descriptors"), "{e}");
     }
 }
