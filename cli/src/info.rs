@@ -30,7 +30,8 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     let config = RuntimeConfig::from_env()?;
     // A runtime that is open has raised the limit of descriptors.
     let limits = hw_bridge::exhausted::limits();
-    let runtime = Runtime::open(config)?;
+    // With a service none of it runs here.
+    let runtime = Runtime::open(RuntimeConfig { examine: config.service.is_none(), ..config })?;
     let (config, device) = (runtime.config(), &runtime.tenant().device);
     let mut lines = Vec::new();
     let mut head = |title: &str, rows: Vec<(&str, String)>| {
@@ -108,15 +109,18 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
         vec![
             ("policy", config.policy.as_ref().map_or("none".into(), |p| format!("of tenant {}", p.tenant))),
             ("file", size::short(MAX_PLUGIN_BYTES)),
-            ("memory", format!("{} an instance", size::short(l.memory as u64))),
+            (
+                "memory",
+                format!("{} an instance, {} in all", size::short(l.memory as u64), size::short(l.memory_in_all as u64)),
+            ),
             ("guest time", format!("{:?} a call", l.call)),
             ("handed over", format!("{} a host call", size::short(l.hostcall_bytes as u64))),
             ("table elements", l.table.to_string()),
             ("communicators", l.communicators.to_string()),
             ("background tasks", l.tasks.to_string()),
-            ("sockets", format!("{} an instance", l.sockets)),
+            ("sockets", format!("{} in all", l.sockets)),
             ("host objects", format!("{} an instance", l.objects)),
-            ("log lines", format!("{} a second", l.log_rate)),
+            ("log lines", format!("{} a second in all", l.log_rate)),
             ("ranks of a server", hw_bridge::limits::MAX_LOCAL_RANKS.to_string()),
             ("schedules kept", format!("{MAX_SCHEDULES} a communicator")),
         ],

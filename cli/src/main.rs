@@ -182,8 +182,16 @@ fn told(e: &anyhow::Error) -> String {
     })
 }
 
+/// Refuses what the parser of the command line reads and would refuse without a name.
+fn readable_variables() -> anyhow::Result<()> {
+    for name in ["WCCL_LOG", "WCCL_LOG_FORMAT"] {
+        host_runtime::vars::variable(name).map_err(|e| Usage(e.to_string()))?;
+    }
+    Ok(())
+}
+
 fn main() -> ExitCode {
-    match dispatch(Cli::parse()) {
+    match readable_variables().and_then(|()| dispatch(Cli::parse())) {
         Ok(code) => code,
         Err(e) => {
             let usage = e.downcast_ref::<Usage>().is_some();

@@ -48,6 +48,10 @@ pub struct Args {
     /// lie to one another (docs/sharing.md)
     #[arg(long)]
     take_turns: bool,
+    /// Programs of tenants may run as the service's own user: where a policy names that one in service.uids, or none. Such a
+    /// program can read and change all that the service has (docs/service.md)
+    #[arg(long)]
+    allow_own_user: bool,
     /// Seconds that the end waits for tenants that have communicators
     #[arg(long, value_name = "S", default_value_t = 600)]
     drain: u64,
@@ -68,6 +72,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
     let config = ServeConfig {
         policies: args.policies.clone(),
         sockets: args.sockets.clone(),
+        allow_own_user: args.allow_own_user,
         base: RuntimeConfig { service: None, ..RuntimeConfig::from_env()? },
         market: args.take_turns.then(Market::create).transpose()?.map(Arc::new),
         identify,

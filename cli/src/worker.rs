@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use host_runtime::enc::Algorithm;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp};
+use host_runtime::{DataType, ReduceOp, vars};
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
@@ -114,7 +114,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 fn variable(name: &str) -> anyhow::Result<usize> {
-    let text = std::env::var(name)
+    let text = vars::variable(name)?
         .with_context(|| format!("{name} is not set; ranks are started by `wccl demo` or `wccl bench`"))?;
     text.parse().with_context(|| format!("{name}={text}: a whole number was expected"))
 }
@@ -132,7 +132,7 @@ pub fn join(rank: usize, n: usize) -> anyhow::Result<Member> {
 /// # Errors
 /// Those of [`join`].
 pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<Member> {
-    let root = std::env::var("NEURON_RT_ROOT_COMM_ID").context("NEURON_RT_ROOT_COMM_ID is not set")?;
+    let root = vars::variable("NEURON_RT_ROOT_COMM_ID")?.context("NEURON_RT_ROOT_COMM_ID is not set")?;
     if config.plugin.is_none() && config.service.is_none() {
         bail!(
             "there is no collectives plugin: build it by `cargo xtask guests`, or name one with --plugin or WCCL_PLUGIN"

@@ -9,8 +9,9 @@ static TARGET: OnceLock<fuzz::Target> = OnceLock::new();
 
 fuzz_target!(
     init: {
-        let name = std::env::var("WCCL_FUZZ_TARGET").unwrap_or_default();
-        match fuzz::find(&name) {
+        // One that is no text is the name of no target, and refused as that.
+        let name = std::env::var_os("WCCL_FUZZ_TARGET").unwrap_or_default();
+        match fuzz::find(&name.to_string_lossy()) {
             Ok(target) => drop(TARGET.set(target)),
             Err(e) => {
                 eprintln!("{e}");

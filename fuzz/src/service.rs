@@ -33,7 +33,14 @@ fn start() -> Result<Service> {
     std::fs::write(dir.join("policies/a.toml"), policy)?;
     let sockets = dir.join("sockets");
     let base = RuntimeConfig { control: false, ..RuntimeConfig::default() };
-    let config = ServeConfig { policies: dir.join("policies"), sockets: sockets.clone(), base, market: None, identify };
+    let config = ServeConfig {
+        policies: dir.join("policies"),
+        sockets: sockets.clone(),
+        base,
+        market: None,
+        allow_own_user: true,
+        identify,
+    };
     Ok(Service { server: Server::start(&config)?, socket: sockets.join("a.sock") })
 }
 

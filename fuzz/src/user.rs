@@ -1,6 +1,8 @@
 //! What a user types, sets or keeps in files.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 
 use host_runtime::nrt::RuntimeConfig;
@@ -11,11 +13,13 @@ use crate::{collective, plot, size};
 
 /// Lines `NAME=value`. Names of files are left out: what is in them has targets of its own.
 pub fn environment(data: &[u8]) {
-    let text = String::from_utf8_lossy(data);
-    let vars: BTreeMap<&str, &str> = text.lines().filter_map(|l| l.split_once('=')).collect();
-    let look_up = |name: &str| {
-        vars.get(name).filter(|_| !["WCCL_TUNE_FILE", "WCCL_POLICY"].contains(&name)).map(|v| v.to_string())
+    let line = |line: &[u8]| {
+        let equals = line.iter().position(|b| *b == b'=')?;
+        Some((line[..equals].to_vec(), OsString::from_vec(line[equals + 1..].to_vec())))
     };
+    let vars: BTreeMap<Vec<u8>, OsString> = data.split(|b| *b == b'\n').filter_map(line).collect();
+    let look_up =
+        |name: &str| vars.get(name.as_bytes()).filter(|_| !["WCCL_TUNE_FILE", "WCCL_POLICY"].contains(&name)).cloned();
     match RuntimeConfig::from_vars(look_up) {
         Ok(config) => {
             if let Err(e) = DeviceModel::new(config.device) {

@@ -11,7 +11,8 @@ use host_runtime::nrt::{Buffers, CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
 
 fn variable(name: &str) -> Result<String, String> {
-    std::env::var(name).map_err(|_| format!("{name} is not set: start this by `wccl run -r 4 -- ...`"))
+    let value = host_runtime::vars::variable(name).map_err(|e| e.to_string())?;
+    value.ok_or_else(|| format!("{name} is not set: start this by `wccl run -r 4 -- ...`"))
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,32 +1,33 @@
 //! The control socket of a runtime: what operators ask of a running tenant.
 //!
-//! An abstract unix socket, so that nothing is left behind by a process that is killed; its name carries the tenant and the
-//! process, so that it is found in `/proc/net/unix`: `wccl-control-TENANT-PID-N`. Processes of the same user, and of root, are
-//! answered, nobody else. Messages are [`crate::message`]'s. One thread serves, which sleeps while nobody asks and ends with
-//! the runtime; a swap has a thread of its own, which keeps the connection it was asked on.
+//! A unix socket in a directory that only this user can enter ([`directory`]); its name carries the tenant and the process, so
+//! that it is found: `TENANT-PID-RANDOM`. Both sides ask the kernel who the other one is before a word is said, and speak with
+//! processes of the same user only, as root too: a stranger is no participant of a swap, and the ballot is not for him. Messages
+//! are [`crate::message`]'s. One thread serves, which sleeps while nobody asks and ends with the runtime; a swap has a thread of
+//! its own, which keeps the connection it was asked on.
+
+mod directory;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Weak;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::Ballot;
 use hw_bridge::credentials;
-use hw_bridge::dial::dial;
+use hw_bridge::shown::one_line;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::net::SocketAddrUnix;
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+
+use directory::Directory;
 
 use crate::error::Error;
 use crate::limits::{MAX_TENANT_TAG, MAX_VISITORS, MESSAGE_PATIENCE};
 use crate::message::{self, MessageError};
 use crate::nrt::Runtime;
 use crate::swap::{Request, Status, Swaps};
-
-const PREFIX: &str = "wccl-control-";
 
 /// What is asked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -50,7 +51,19 @@ pub enum Answer {
     Refused(String),
 }
 
-/// A tenant's name as it stands in the names of sockets: what is unusual in it, or too long, is replaced by a hash.
+impl Answer {
+    /// As it may be shown on a terminal.
+    fn shown(self) -> Answer {
+        match self {
+            Answer::Status(status) => Answer::Status(status.shown()),
+            Answer::Refused(why) => Answer::Refused(one_line(&why)),
+            Answer::Done => Answer::Done,
+        }
+    }
+}
+
+/// A tenant's name as it stands in the names of sockets, without a hyphen: what is unusual in it, or too long, is replaced by a
+/// hash.
 fn tag(tenant: &str) -> String {
     let usual = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '.';
     if !tenant.is_empty() && tenant.len() <= MAX_TENANT_TAG && tenant.chars().all(usual) {
@@ -60,9 +73,21 @@ fn tag(tenant: &str) -> String {
     format!("~{hash:016x}")
 }
 
+/// The process in the name of a socket.
+fn process_of(name: &str) -> Option<u32> {
+    name.split('-').nth(1)?.parse().ok()
+}
+
+/// Whether there is no such process here.
+fn is_gone(pid: u32) -> bool {
+    !std::path::Path::new(&format!("/proc/{pid}")).exists()
+}
+
 /// The control socket, while it is served.
 #[derive(Debug)]
 pub(crate) struct Control {
+    directory: Directory,
+    name: String,
     stop: OwnedFd,
     thread: Option<JoinHandle<()>>,
 }
@@ -72,23 +97,40 @@ fn system(what: &'static str) -> impl FnOnce(std::io::Error) -> Error {
 }
 
 impl Control {
-    /// Opens the socket of `runtime`, which lives by its own users.
+    /// Opens the socket of `runtime`, which lives by its own users. `None` if there is no directory for it, which the log says:
+    /// a program that cannot be swapped runs all the same.
     ///
     /// # Errors
     /// [`Error::System`].
-    pub(crate) fn start(runtime: &Runtime) -> Result<Control, Error> {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let (tag, pid) = (tag(&runtime.0.tenant.name), std::process::id());
-        let listener = loop {
-            let name = format!("{PREFIX}{tag}-{pid}-{}", NEXT.fetch_add(1, Ordering::Relaxed));
-            let address = SocketAddr::from_abstract_name(name).map_err(system("naming a control socket"))?;
-            match UnixListener::bind_addr(&address) {
-                // A process of another PID namespace has this one's number.
-                Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {}
-                bound => break bound.map_err(system("binding a control socket"))?,
+    pub(crate) fn start(runtime: &Runtime) -> Result<Option<Control>, Error> {
+        let tenant = &runtime.0.tenant.name;
+        let directory = match Directory::make(&directory::places()) {
+            Ok(directory) => directory,
+            Err(why) => {
+                tracing::warn!(
+                    tenant = %tenant,
+                    "there is no control socket, so that `wccl swap` does not find this process: {why}; name a directory of \
+                     this user's in XDG_RUNTIME_DIR, or set WCCL_CONTROL=0"
+                );
+                return Ok(None);
             }
         };
+        // What others have left; who cannot look finds none.
+        let _ = directory.sockets();
+        let mut random = [0; 8];
+        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+            .map_err(|e| system("reading a random number for a control socket")(e.into()))?;
+        let name = format!("{}-{}-{:016x}", tag(tenant), std::process::id(), u64::from_ne_bytes(random));
+        let listener = directory.listen(&name).map_err(system("opening a control socket"))?;
+        let started = Control::serve(&listener, runtime);
+        let (stop, thread) = started.inspect_err(|_| directory.remove(&name))?;
+        Ok(Some(Control { directory, name, stop, thread: Some(thread) }))
+    }
+
+    /// Starts the thread; answers the event that ends it too.
+    fn serve(listener: &UnixListener, runtime: &Runtime) -> Result<(OwnedFd, JoinHandle<()>), Error> {
         listener.set_nonblocking(true).map_err(system("setting up a control socket"))?;
+        let listener = listener.try_clone().map_err(system("copying a control socket"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| system("making a stop event")(e.into()))?;
         let (stopped, runtime) =
             (stop.try_clone().map_err(system("copying a stop event"))?, std::sync::Arc::downgrade(&runtime.0));
@@ -96,7 +138,7 @@ impl Control {
             .name("wccl-control".into())
             .spawn(move || serve(&listener, &stopped, &runtime))
             .map_err(system("starting the thread of a control socket"))?;
-        Ok(Control { stop, thread: Some(thread) })
+        Ok((stop, thread))
     }
 }
 
@@ -104,10 +146,11 @@ impl Drop for Control {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if hw_bridge::fork::in_child() {
-            // The thread and the event are the parent's.
+            // The thread, the event and the socket are the parent's.
             std::mem::forget(thread);
             return;
         }
+        self.directory.remove(&self.name);
         // The event counts to 2^64: a write of 1 cannot fail in a way that matters.
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
         // The last user of a runtime may be the thread that answers for it.
@@ -143,7 +186,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
         if ready[0] {
             match listener.accept() {
                 Ok((stream, _)) => {
-                    let ours = credentials::of_peer(&stream).is_ok_and(|c| credentials::same_user(&c));
+                    let ours = credentials::of_peer(&stream).is_ok_and(|c| credentials::this_user(&c));
                     if ours && visitors.len() < MAX_VISITORS {
                         visitors.push(stream);
                     }
@@ -182,8 +225,9 @@ fn answer(stream: UnixStream, runtime: &Weak<crate::nrt::Inner>) -> Option<UnixS
 }
 
 /// A control socket that was found.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Found {
+    directory: Directory,
     name: String,
     /// Its process.
     pub pid: u32,
@@ -192,42 +236,52 @@ pub struct Found {
 impl Found {
     /// Whether its process has ended; a child of it may still hold the socket.
     pub fn gone(&self) -> bool {
-        !std::path::Path::new(&format!("/proc/{}", self.pid)).exists()
+        is_gone(self.pid)
     }
 }
 
-/// The control sockets of a tenant on this machine.
+/// The control sockets of a tenant on this machine, of this user's processes; and of the places where they could be, why some
+/// are not looked at.
 ///
 /// # Errors
-/// [`Error::System`] if the kernel's list cannot be read.
-pub fn find(tenant: &str) -> Result<Vec<Found>, Error> {
-    let list = std::fs::read_to_string("/proc/net/unix").map_err(system("reading /proc/net/unix"))?;
-    let begin = format!("@{PREFIX}{}-", tag(tenant));
-    let mut found: Vec<Found> = list
-        .lines()
-        .filter_map(|line| {
-            let (at, rest) = line.split_once(&begin)?;
-            // The flags say that it listens; connections have the name too.
-            let listens = at.split_whitespace().nth(3).is_some_and(|flags| flags == "00010000");
-            let pid = rest.split('-').next()?.parse().ok()?;
-            listens.then(|| Found { name: format!("{}{rest}", &begin[1..]), pid })
-        })
-        .filter(|f| !f.gone())
-        .collect();
+/// [`Error::System`] if a directory cannot be read.
+pub fn find(tenant: &str) -> Result<(Vec<Found>, Vec<String>), Error> {
+    let (tag, mut found, mut passed_over) = (tag(tenant), Vec::new(), Vec::new());
+    for place in directory::places() {
+        let directory = match Directory::open(&place) {
+            Ok(Some(directory)) => directory,
+            Ok(None) => continue,
+            Err(why) => {
+                passed_over.push(why);
+                continue;
+            }
+        };
+        for name in directory.sockets().map_err(system("looking for control sockets"))? {
+            let pid = process_of(&name).filter(|pid| !is_gone(*pid));
+            let Some(pid) = pid.filter(|_| name.split('-').next() == Some(&tag)) else { continue };
+            found.push(Found { directory: directory.clone(), name, pid });
+        }
+    }
     found.sort_by(|a, b| (a.pid, &a.name).cmp(&(b.pid, &b.name)));
-    found.dedup();
-    Ok(found)
+    // Two places may be one directory.
+    found.dedup_by(|a, b| a.name == b.name);
+    Ok((found, passed_over))
 }
 
 /// Connects to a control socket and asks; answers the connection, for further questions, and the answer.
 ///
 /// # Errors
-/// [`MessageError`].
+/// [`MessageError`]: [`MessageError::Ended`] if nobody listens any more.
 pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(UnixStream, Answer), MessageError> {
-    let at = SocketAddrUnix::new_abstract_name(to.name.as_bytes()).map_err(std::io::Error::from)?;
-    let stream = dial(&at, None, Instant::now() + MESSAGE_PATIENCE).map_err(std::io::Error::from)?;
-    // Root asks whom it likes.
-    if !rustix::process::geteuid().is_root() && !credentials::same_user(&credentials::of_peer(&stream)?) {
+    let stream = to.directory.dial(&to.name, Instant::now() + MESSAGE_PATIENCE).map_err(|e| match e {
+        Errno::CONNREFUSED | Errno::NOENT => {
+            to.directory.remove(&to.name);
+            MessageError::Ended
+        }
+        e => MessageError::System(e.into()),
+    })?;
+    // Nothing is said to anybody else, the ballot least of all.
+    if !credentials::this_user(&credentials::of_peer(&stream)?) {
         return Err(MessageError::Stranger);
     }
     let answer = ask_on(&stream, question, fds)?;
@@ -241,5 +295,5 @@ pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(U
 pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<Answer, MessageError> {
     let until = Instant::now() + MESSAGE_PATIENCE;
     message::send(stream, question, fds, until)?;
-    message::receive(stream, 0, until).map(|(answer, _)| answer)
+    message::receive::<Answer>(stream, 0, until).map(|(answer, _)| answer.shown())
 }

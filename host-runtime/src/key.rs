@@ -15,7 +15,6 @@
 //! Keys and secrets are in no log, no error text and no message but those between a program and its own service.
 
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
 
 use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
@@ -25,6 +24,7 @@ use crate::error::Error;
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
 use crate::plugin::cache::directory;
 use crate::plugin::source::{NONBLOCK, contents};
+use crate::vars;
 
 /// Bytes of a key, and of the secret part of an id.
 pub(crate) const KEY_BYTES: usize = 32;
@@ -147,11 +147,11 @@ impl std::fmt::Debug for JobSecret {
 /// # Errors
 /// [`Error::Config`] names the variable and what was expected, or all three if there is none; no text repeats a secret.
 pub(crate) fn job_secret() -> Result<JobSecret, Error> {
-    let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty());
+    let set = |name: &str| vars::path(std::env::var_os(name));
     if let Some(text) = set("WCCL_JOB_SECRET") {
-        return chosen("WCCL_JOB_SECRET", text.as_encoded_bytes());
+        return chosen("WCCL_JOB_SECRET", text.as_os_str().as_encoded_bytes());
     }
-    if let Some(path) = set("WCCL_JOB_SECRET_FILE").map(PathBuf::from) {
+    if let Some(path) = set("WCCL_JOB_SECRET_FILE") {
         let named = format!("WCCL_JOB_SECRET_FILE={}", path.display());
         let file = std::fs::OpenOptions::new().read(true).custom_flags(NONBLOCK).open(&path);
         let text = contents(file, "job's secret", MOST_SECRET);

@@ -20,6 +20,7 @@
 //! | [`message`] | messages between processes of this machine |
 //! | [`metrics`] | what tenants have used, as Prometheus reads it |
 //! | [`tenant`] | what a tenant may use and has used |
+//! | [`vars`] | how values of variables are read |
 //! | [`swap`] | replacing a tenant's library under running communicators |
 //!
 //! This is the only crate that names the WebAssembly runtime.
@@ -45,5 +46,6 @@ pub mod serve;
 pub mod status;
 pub mod swap;
 pub mod tenant;
+pub mod vars;
 
 pub use hw_bridge::dtype::{DataType, ReduceOp};

@@ -42,8 +42,10 @@ pub fn byte_list(interface: &str, function: &str) -> Option<u64> {
 
 /// Length of one epoch tick: the grain of guest deadlines.
 pub const TICK: Duration = Duration::from_millis(10);
-/// Bytes a plugin file may have.
+/// Bytes a plugin file may have, whatever a policy says.
 pub const MAX_PLUGIN_BYTES: u64 = 64 << 20;
+/// Bytes that an element of a table is counted with.
+pub const TABLE_ELEMENT: usize = 16;
 /// Stack of guest code.
 pub const GUEST_STACK: usize = 512 * 1024;
 /// Sentences kept for the failure an entry reports.
@@ -70,6 +72,8 @@ pub const SERVICE_MESSAGE: Duration = Duration::from_secs(5);
 pub const MAX_SESSIONS: usize = 512;
 /// Bytes of the head of a request for metrics.
 pub const MAX_HTTP_HEAD: usize = 8 << 10;
+/// Who may ask for metrics at a time; the oldest makes room.
+pub const MAX_HTTP_VISITORS: usize = 16;
 /// How long one who asks for metrics may take for all of it.
 pub const HTTP_WAIT: Duration = Duration::from_secs(2);
 /// Descriptors that go with one message.
@@ -113,6 +117,8 @@ pub const PACK_BYTES: usize = 64 * 1024;
 pub struct Limits {
     /// Linear memory of one instance, bytes.
     pub memory: usize,
+    /// Linear memory and tables of all instances together, bytes; a swap has its two plugins in it for a moment.
+    pub memory_in_all: usize,
     /// Elements of one table.
     pub table: usize,
     /// Guest time of one call, host functions not counted.
@@ -133,7 +139,7 @@ pub struct Limits {
     pub names: usize,
     /// Other host objects of one instance.
     pub objects: usize,
-    /// Log lines of one instance in a second.
+    /// Log lines of all instances together in a second.
     pub log_rate: u32,
     /// Stops of a plugin within the window after which it is not started again.
     pub restarts: u32,
@@ -141,6 +147,20 @@ pub struct Limits {
     pub restart_window: Duration,
     /// Pause before the first restart; doubles with each stop in the window.
     pub restart_pause: Duration,
+    /// Bytes of a plugin's file.
+    pub plugin_bytes: usize,
+    /// Functions of a plugin, in all its modules.
+    pub plugin_functions: usize,
+    /// Locals of a plugin's functions, in all.
+    pub plugin_locals: usize,
+    /// Locals of one function.
+    pub function_locals: usize,
+    /// Bytes of the body of one function.
+    pub function_bytes: usize,
+    /// Imports and exports in a plugin: its own, of its modules, and what is passed between them.
+    pub plugin_names: usize,
+    /// Instances that a plugin may be made of.
+    pub plugin_instances: usize,
     /// Bytes of the plan of one communicator that a plugin hands to its successor.
     pub state: usize,
 }
@@ -149,6 +169,7 @@ impl Default for Limits {
     fn default() -> Self {
         Limits {
             memory: 64 << 20,
+            memory_in_all: 4 << 30,
             table: 10_000,
             call: Duration::from_secs(20),
             wall: Duration::from_secs(600),
@@ -163,6 +184,13 @@ impl Default for Limits {
             restarts: 5,
             restart_window: Duration::from_secs(600),
             restart_pause: Duration::from_millis(100),
+            plugin_bytes: MAX_PLUGIN_BYTES as usize,
+            plugin_functions: 200_000,
+            plugin_locals: 4_000_000,
+            function_locals: 10_000,
+            function_bytes: 1 << 20,
+            plugin_names: 100_000,
+            plugin_instances: 10_000,
             state: 1 << 20,
         }
     }

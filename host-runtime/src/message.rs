@@ -35,6 +35,9 @@ pub enum MessageError {
     /// What should go is larger than a message may be.
     #[error("a message of {0} bytes is more than the {MAX_MESSAGE_BYTES} one may have")]
     Large(usize),
+    /// Nobody listens at the socket any more.
+    #[error("its process has ended")]
+    Ended,
     /// The socket is another user's.
     #[error("the socket is another user's")]
     Stranger,

@@ -1,22 +1,23 @@
 //! What tenants have used, as Prometheus reads it (text exposition format 0.0.4), and the little HTTP that hands it out.
 //!
-//! `GET /metrics` and nothing else; one request a connection, one connection at a time, each within a deadline.
+//! `GET /metrics`, or `HEAD`, and nothing else; one request a connection, each within a deadline. One thread serves some at a
+//! time; who says nothing takes a place, and makes room for whoever comes after the last one.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::error::Error;
 use crate::hw::own::Own;
-use crate::limits::{HTTP_WAIT, MAX_ERAS, MAX_HTTP_HEAD};
+use crate::limits::{HTTP_WAIT, MAX_ERAS, MAX_HTTP_HEAD, MAX_HTTP_VISITORS};
 use crate::nrt::Runtime;
 use crate::plugin::supervisor::Standing;
 use crate::tenant::{Tenant, lock};
@@ -234,72 +235,160 @@ pub fn text(all: &[Usage]) -> String {
 
 /// The answer to what was read of a request so far; `None` wants more.
 fn answer(head: &[u8], body: impl FnOnce() -> String) -> Option<String> {
-    let say = |status: &str, text: &str| {
+    // What a HEAD is answered is what its GET would be, without the text.
+    let say = |status: &str, more: &str, text: &str, with_text: bool| {
         let kind = "text/plain; version=0.0.4; charset=utf-8";
         let len = text.len();
-        format!("HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len}\r\nConnection: close\r\n\r\n{text}")
+        let text = if with_text { text } else { "" };
+        format!(
+            "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len}\r\n{more}Connection: close\r\n\r\n{text}"
+        )
     };
     let mut headers = [httparse::EMPTY_HEADER; 64];
     let mut request = httparse::Request::new(&mut headers);
     Some(match request.parse(head) {
         Ok(httparse::Status::Partial) if head.len() < MAX_HTTP_HEAD => return None,
-        Ok(httparse::Status::Partial) => say("431 Request Header Fields Too Large", "the request is too long\n"),
-        Err(e) => say("400 Bad Request", &format!("this is no HTTP request: {e}\n")),
+        Ok(httparse::Status::Partial) => {
+            say("431 Request Header Fields Too Large", "", "the request is too long\n", true)
+        }
+        Err(e) => say("400 Bad Request", "", &format!("this is no HTTP request: {e}\n"), true),
         Ok(_) => match (request.method, request.path.map(|p| p.split('?').next().unwrap_or(p))) {
-            (Some("GET"), Some("/metrics")) => say("200 OK", &body()),
-            (Some("GET"), _) => say("404 Not Found", "there is /metrics and nothing else\n"),
-            _ => say("405 Method Not Allowed", "only GET is answered\n"),
+            (Some(how @ ("GET" | "HEAD")), Some("/metrics")) => say("200 OK", "", &body(), how == "GET"),
+            (Some(how @ ("GET" | "HEAD")), _) => {
+                say("404 Not Found", "", "there is /metrics and nothing else\n", how == "GET")
+            }
+            _ => say("405 Method Not Allowed", "Allow: GET, HEAD\r\n", "only GET and HEAD are answered\n", true),
         },
     })
 }
 
-/// A visitor's connection: of either kind.
-trait Visit: Read + Write {
-    fn patience(&self, left: Duration) -> std::io::Result<()>;
+/// A connection of either kind, not blocking.
+trait Connection: Read + Write + AsFd {}
+impl<C: Read + Write + AsFd> Connection for C {}
+
+/// Somebody who asks.
+struct Visitor {
+    connection: Box<dyn Connection>,
+    until: Instant,
+    /// What was read of the request.
+    head: Vec<u8>,
+    /// The answer, once there is one, and how much of it went.
+    answer: Option<String>,
+    sent: usize,
 }
 
-impl Visit for TcpStream {
-    fn patience(&self, left: Duration) -> std::io::Result<()> {
-        self.set_nonblocking(false)?;
-        self.set_read_timeout(Some(left))?;
-        self.set_write_timeout(Some(left))
-    }
-}
-
-impl Visit for UnixStream {
-    fn patience(&self, left: Duration) -> std::io::Result<()> {
-        self.set_nonblocking(false)?;
-        self.set_read_timeout(Some(left))?;
-        self.set_write_timeout(Some(left))
-    }
-}
-
-fn visit(mut visitor: impl Visit, body: impl FnOnce() -> String) -> std::io::Result<()> {
-    let until = Instant::now() + HTTP_WAIT;
-    let left = || match until.saturating_duration_since(Instant::now()) {
-        Duration::ZERO => Err(std::io::Error::from(std::io::ErrorKind::TimedOut)),
-        left => Ok(left),
-    };
-    let mut head = Vec::new();
-    let mut body = Some(body);
-    loop {
-        let mut some = [0; 1024];
-        visitor.patience(left()?)?;
-        match visitor.read(&mut some)? {
-            0 => return Ok(()),
-            n => head.extend_from_slice(&some[..n]),
+impl Visitor {
+    /// Goes on as far as the connection lets it; whether all is said.
+    fn go_on(&mut self, body: impl Fn() -> String) -> std::io::Result<bool> {
+        loop {
+            let gone = match &self.answer {
+                None => {
+                    let mut some = [0; 1024];
+                    self.connection.read(&mut some).map(|n| {
+                        self.head.extend_from_slice(&some[..n]);
+                        self.answer = answer(&self.head, &body);
+                        n == 0
+                    })
+                }
+                Some(text) => self.connection.write(&text.as_bytes()[self.sent..]).map(|n| {
+                    self.sent += n;
+                    n == 0 || self.sent == text.len()
+                }),
+            };
+            match gone {
+                Ok(false) => {}
+                Ok(true) => return Ok(true),
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
         }
-        let text = answer(&head, || body.take().map_or_else(String::new, |b| b()));
-        if let Some(text) = text {
-            visitor.patience(left()?)?;
-            return visitor.write_all(text.as_bytes());
+    }
+
+    /// The same, with what went wrong in the log; whether it stays.
+    fn stays(&mut self, body: impl Fn() -> String) -> bool {
+        match self.go_on(body) {
+            Ok(done) => !done && Instant::now() < self.until,
+            Err(e) => {
+                tracing::debug!("metrics were not handed out: {e}");
+                false
+            }
         }
+    }
+
+    fn waits_for(&self) -> PollFlags {
+        if self.answer.is_some() { PollFlags::OUT } else { PollFlags::IN }
     }
 }
 
 enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener),
+}
+
+impl Listener {
+    fn accept(&self) -> std::io::Result<Visitor> {
+        let connection: Box<dyn Connection> = match self {
+            Listener::Tcp(l) => {
+                let (stream, _) = l.accept()?;
+                stream.set_nonblocking(true)?;
+                Box::new(stream)
+            }
+            Listener::Unix(l) => {
+                let (stream, _) = l.accept()?;
+                stream.set_nonblocking(true)?;
+                Box::new(stream)
+            }
+        };
+        Ok(Visitor { connection, until: Instant::now() + HTTP_WAIT, head: Vec::new(), answer: None, sent: 0 })
+    }
+}
+
+/// Answers visitors until `ended` is readable.
+fn serve(listener: &Listener, ended: &OwnedFd, body: impl Fn() -> String) {
+    let fd = match listener {
+        Listener::Tcp(l) => l.as_fd(),
+        Listener::Unix(l) => l.as_fd(),
+    };
+    // The oldest first.
+    let mut visitors: Vec<Visitor> = Vec::new();
+    loop {
+        let left = visitors.first().map(|v| {
+            let left = v.until.saturating_duration_since(Instant::now());
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+        });
+        let ours = [PollFd::from_borrowed_fd(fd, PollFlags::IN), PollFd::new(ended, PollFlags::IN)];
+        let theirs = visitors.iter().map(|v| PollFd::from_borrowed_fd(v.connection.as_fd(), v.waits_for()));
+        let mut fds: Vec<_> = ours.into_iter().chain(theirs).collect();
+        match poll(&mut fds, left.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return tracing::error!("no more metrics are handed out: {e}"),
+        }
+        let (comes, ends) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+        if ends {
+            return;
+        }
+        visitors.retain_mut(|v| v.stays(&body));
+        if !comes {
+            continue;
+        }
+        match listener.accept() {
+            Ok(mut visitor) => {
+                if visitor.stays(&body) {
+                    if visitors.len() == MAX_HTTP_VISITORS {
+                        visitors.remove(0);
+                    }
+                    visitors.push(visitor);
+                }
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(e) => {
+                tracing::debug!("a visitor of the metrics was not let in: {e}");
+                // Out of descriptors, say: not at full speed.
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+    }
 }
 
 /// Hands metrics out until it is dropped.
@@ -345,35 +434,7 @@ impl MetricsServer {
     ) -> std::io::Result<MetricsServer> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
         let ended = stop.try_clone()?;
-        let serve = move || {
-            let fd = match &listener {
-                Listener::Tcp(l) => l.as_fd(),
-                Listener::Unix(l) => l.as_fd(),
-            };
-            loop {
-                let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
-                match poll(&mut fds, None) {
-                    Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                    Err(e) => return tracing::error!("no more metrics are handed out: {e}"),
-                }
-                if !fds[1].revents().is_empty() {
-                    return;
-                }
-                let body = || text(&usage());
-                let visited = match &listener {
-                    Listener::Tcp(l) => l.accept().and_then(|(v, _)| visit(v, body)),
-                    Listener::Unix(l) => l.accept().and_then(|(v, _)| visit(v, body)),
-                };
-                match visited {
-                    Err(e) if e.kind() != std::io::ErrorKind::WouldBlock => {
-                        tracing::debug!("metrics were not handed out: {e}");
-                        // Out of descriptors, say: not at full speed.
-                        std::thread::sleep(Duration::from_millis(5));
-                    }
-                    _ => {}
-                }
-            }
-        };
+        let serve = move || serve(&listener, &ended, || text(&usage()));
         let thread = std::thread::Builder::new().name("wccl-metrics".into()).spawn(serve)?;
         Ok(MetricsServer { stop, thread: Some(thread), address, _own: address.map(Own::new) })
     }
@@ -398,6 +459,7 @@ impl Drop for MetricsServer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::TcpStream;
 
     fn usage(tenant: &str) -> Usage {
         Usage {
@@ -473,25 +535,68 @@ mod tests {
         assert!(
             ok.starts_with("HTTP/1.1 200 OK\r\n") && ok.ends_with("Content-Length: 4\r\nConnection: close\r\n\r\nbody")
         );
-        for (head, says) in
-            [("GET / HTTP/1.1\r\n\r\n", "404"), ("POST /metrics HTTP/1.1\r\n\r\n", "405"), ("\0\0\0\r\n\r\n", "400")]
-        {
+        for (head, says) in [
+            ("GET / HTTP/1.1\r\n\r\n", "404"),
+            ("HEAD / HTTP/1.1\r\n\r\n", "404"),
+            ("POST /metrics HTTP/1.1\r\n\r\n", "405"),
+            ("\0\0\0\r\n\r\n", "400"),
+        ] {
             assert!(ask(head).unwrap().starts_with(&format!("HTTP/1.1 {says}")), "{head}");
         }
+        // A HEAD has the headers of the GET, and nothing behind them.
+        assert_eq!(ask("HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap(), ok.strip_suffix("body").unwrap());
         let long = format!("GET /metrics HTTP/1.1\r\nX: {}", "x".repeat(MAX_HTTP_HEAD));
         assert!(ask(&long).unwrap().contains(" 431 "));
     }
 
-    #[test]
-    fn a_visitor_gets_them_and_one_that_says_nothing_does_not_stay() {
-        let server = MetricsServer::tcp("127.0.0.1:0".parse().unwrap(), || vec![usage("red")]).unwrap();
-        let address = server.address().unwrap();
-        let _mute = TcpStream::connect(address).unwrap();
+    fn get(address: SocketAddr) -> String {
         let mut s = TcpStream::connect(address).unwrap();
         s.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         s.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
         let mut said = String::new();
         s.read_to_string(&mut said).unwrap();
-        assert!(said.contains("wccl_operations_total{tenant=\"red\""), "{said}");
+        said
+    }
+
+    /// If each of those who say nothing had its deadline before the next one's turn came, this would take longer than a visitor
+    /// waits.
+    #[test]
+    fn visitors_get_them_however_many_say_nothing_and_these_do_not_stay() {
+        let server = MetricsServer::tcp("127.0.0.1:0".parse().unwrap(), || vec![usage("red")]).unwrap();
+        let address = server.address().unwrap();
+        let crowd = 3 * MAX_HTTP_VISITORS;
+        assert!(HTTP_WAIT * crowd as u32 > Duration::from_secs(40));
+        let mut mute: Vec<TcpStream> = (0..crowd)
+            .map(|i| {
+                let mut s = TcpStream::connect(address).unwrap();
+                // Some begin.
+                s.write_all(&b"GET /metr"[..9 * (i % 2)]).unwrap();
+                s
+            })
+            .collect();
+        for _ in 0..3 {
+            let said = get(address);
+            assert!(said.contains("wccl_operations_total{tenant=\"red\""), "{said}");
+        }
+        for s in &mut mute {
+            s.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+            // A reset if there was something of it left to read.
+            let left = s.read(&mut [0]);
+            assert!(matches!(&left, Ok(0)) || left.is_err_and(|e| e.kind() == std::io::ErrorKind::ConnectionReset));
+        }
+    }
+
+    /// One that does not read its answer holds up nobody.
+    #[test]
+    fn an_answer_that_is_not_read_waits_by_itself() {
+        let many = || (0..2000).map(|i| usage(&format!("tenant-{i}"))).collect();
+        let server = MetricsServer::tcp("127.0.0.1:0".parse().unwrap(), many).unwrap();
+        let address = server.address().unwrap();
+        let mut deaf = TcpStream::connect(address).unwrap();
+        deaf.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        let said = get(address);
+        let (head, text) = said.split_once("\r\n\r\n").unwrap();
+        assert!(head.contains(&format!("Content-Length: {}\r\n", text.len())), "{head}");
+        drop(deaf);
     }
 }

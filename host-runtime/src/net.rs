@@ -13,6 +13,7 @@ use crate::bindings::neuron::hw::net;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::NetLibraryObject;
 use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::reverse::line;
 use crate::status::Status;
 use crate::tenant::{NetState, Tenant, lock};
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, ComponentType, Lift, Lower, Resource};
@@ -89,8 +90,10 @@ impl NetLibrary {
 
     /// Binds the v6 table by its exact name. The error is the original's text.
     fn bind(&self, tenant: &Arc<Tenant>) -> Result<(), String> {
-        let mut bound = lock(&self.bound);
-        if let Some(Bound { instance, .. }) = &*bound {
+        // Not held while the new instance is made, which runs code of the guest's: calls of the one that serves go on, and who
+        // binds at the same time does not wait.
+        let before = lock(&self.bound).clone();
+        if let Some(Bound { instance, .. }) = before {
             if instance.stopped().is_none() {
                 return Ok(());
             }
@@ -110,7 +113,13 @@ impl NetLibrary {
         let abort = AbortToken::new().map_err(|e| format!("the net plugin's abort event could not be made: {e}"))?;
         let instance =
             Instance::new(&self.library, HostState::new(tenant.clone(), Some(self.library.clone()), abort, None))?;
-        *bound = Some(Bound { instance, table });
+        let mut bound = lock(&self.bound);
+        // Of two that bind at once, the first one's serves.
+        if !bound.as_ref().is_some_and(|b| b.instance.stopped().is_none()) {
+            let before = bound.replace(Bound { instance, table });
+            drop(bound);
+            drop(before);
+        }
         Ok(())
     }
 
@@ -171,7 +180,7 @@ impl net::Host for HostState {
         let library = self.table.get(&library)?.0.clone();
         let tenant = self.tenant.clone();
         Ok(library.bind(&tenant).map_err(|why| {
-            tracing::info!("{why}");
+            tracing::info!("{}", line(&why));
             self.fail(Status::FAILURE, why)
         }))
     }
@@ -209,8 +218,61 @@ impl net::Host for HostState {
     fn fini(&mut self) -> wasmtime::Result<Result<(), NrtStatus>> {
         let answer = self.net_call("ncclNet.fini", "fini", ());
         if let Ok(open) = self.opened() {
-            *lock(&open.bound) = None;
+            let before = lock(&open.bound).take();
+            drop(before);
         }
         Ok(answer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    use crate::limits::Limits;
+    use crate::tenant::limited;
+
+    /// A net plugin whose start function does this.
+    fn starting(body: &str) -> NetLibrary {
+        let wat = format!(
+            "(component
+                (core module $m (func $s {body}) (start $s))
+                (core instance (instantiate $m))
+                (instance $v6)
+                (export \"{V6}\" (instance $v6)))"
+        );
+        let library = Library::link("net.wasm", &wat::parse_str(wat).unwrap(), Kind::Net, &[]).unwrap();
+        NetLibrary { path: "net.wasm".into(), library, bound: Mutex::default() }
+    }
+
+    #[test]
+    fn one_that_stops_in_every_binding_is_quarantined() {
+        let tenant = limited(Limits { restarts: 2, ..Limits::default() });
+        let net = starting("unreachable");
+        for _ in 0..3 {
+            let e = net.bind(&tenant).unwrap_err();
+            assert!(e.contains("it stopped while it was instantiated"), "{e}");
+        }
+        let e = net.bind(&tenant).unwrap_err();
+        assert!(e.contains("it is quarantined: it stopped 3 times"), "{e}");
+        assert_eq!(tenant.counters.traps(), 3);
+    }
+
+    /// Who calls it, or binds it too, would wait for a start function that does not end.
+    #[test]
+    fn no_lock_is_held_while_a_guest_starts() {
+        let tenant = limited(Limits { call: Duration::from_secs(3), ..Limits::default() });
+        let net = starting("(loop br 0)");
+        std::thread::scope(|s| {
+            let binds = s.spawn(|| net.bind(&tenant));
+            while tenant.counters.component_calls() == 0 && !binds.is_finished() {
+                std::thread::yield_now();
+            }
+            // It is in the guest now, or has come back: either way nobody holds it up.
+            assert!(net.bound.try_lock().is_ok(), "the lock is held while guest code runs");
+            let e = binds.join().unwrap().unwrap_err();
+            assert!(e.contains("of guest time"), "{e}");
+        });
     }
 }

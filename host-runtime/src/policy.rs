@@ -53,7 +53,8 @@ pub struct Policy {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Access {
-    /// Users whose processes may connect; the service's own if none is named.
+    /// Users whose processes may connect. The service's own, if it is started so that its own user may
+    /// ([`crate::serve::ServeConfig::allow_own_user`]): when it is named, or when none is.
     pub uids: BTreeSet<u32>,
     /// Connections at a time: one for each runtime and one for each communicator.
     pub clients: usize,
@@ -418,6 +419,7 @@ struct WrittenWasi {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct WrittenLimits {
     memory: Option<Bytes>,
+    memory_in_all: Option<Bytes>,
     table: Option<usize>,
     call: Option<Span>,
     call_in_all: Option<Span>,
@@ -431,6 +433,13 @@ struct WrittenLimits {
     restart_window: Option<Span>,
     restart_pause: Option<Span>,
     state: Option<Bytes>,
+    plugin_bytes: Option<Bytes>,
+    plugin_functions: Option<usize>,
+    plugin_locals: Option<usize>,
+    function_locals: Option<usize>,
+    function_bytes: Option<Bytes>,
+    plugin_names: Option<usize>,
+    plugin_instances: Option<usize>,
 }
 
 /// Why a policy cannot be used.
@@ -545,6 +554,7 @@ impl Policy {
         let size = |b: Option<Bytes>, d: usize| b.map_or(d, |b| usize::try_from(b.0).unwrap_or(usize::MAX));
         let limits = Limits {
             memory: size(l.memory, d.memory),
+            memory_in_all: size(l.memory_in_all, d.memory_in_all),
             table: l.table.unwrap_or(d.table),
             call: l.call.map_or(d.call, |s| s.0),
             wall: l.call_in_all.map_or(d.wall, |s| s.0),
@@ -558,6 +568,13 @@ impl Policy {
             restart_window: l.restart_window.map_or(d.restart_window, |s| s.0),
             restart_pause: l.restart_pause.map_or(d.restart_pause, |s| s.0),
             state: size(l.state, d.state),
+            plugin_bytes: size(l.plugin_bytes, d.plugin_bytes),
+            plugin_functions: l.plugin_functions.unwrap_or(d.plugin_functions),
+            plugin_locals: l.plugin_locals.unwrap_or(d.plugin_locals),
+            function_locals: l.function_locals.unwrap_or(d.function_locals),
+            function_bytes: size(l.function_bytes, d.function_bytes),
+            plugin_names: l.plugin_names.unwrap_or(d.plugin_names),
+            plugin_instances: l.plugin_instances.unwrap_or(d.plugin_instances),
             ..d
         };
         Ok(Policy {
@@ -624,18 +641,21 @@ impl fmt::Display for Policy {
             self.devices.hbm, self.devices.registered
         )?;
         let l = &self.limits;
-        let state = Bytes(l.state as u64);
+        let (state, in_all) = (Bytes(l.state as u64), Bytes(l.memory_in_all as u64));
         writeln!(
             f,
-            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks, {} connections and {} \
-             published names in all",
-            l.communicators, l.tasks, l.sockets, l.names
+            "  may have {} communicators, each with up to {state} of plan at a swap; {} background tasks, {} connections, {} \
+             published names, {in_all} of plugin memory and {} log lines a second in all",
+            l.communicators, l.tasks, l.sockets, l.names, l.log_rate
         )?;
         let memory = Bytes(l.memory as u64);
+        writeln!(f, "  each instance: {memory} of memory, tables of {} elements, {} host objects", l.table, l.objects)?;
+        let (bytes, body) = (Bytes(l.plugin_bytes as u64), Bytes(l.function_bytes as u64));
         writeln!(
             f,
-            "  each instance: {memory} of memory, tables of {} elements, {} host objects, {} log lines a second",
-            l.table, l.objects, l.log_rate
+            "  a plugin has at most {bytes}, {} functions of {body} and {} locals each, {} locals in all, {} imports and exports, \
+             {} instances",
+            l.plugin_functions, l.function_locals, l.plugin_locals, l.plugin_names, l.plugin_instances
         )?;
         writeln!(f, "  each call: {:?} of its own time, {:?} in all", l.call, l.wall)?;
         writeln!(
@@ -655,7 +675,11 @@ impl fmt::Display for Policy {
             s.weight, s.proxy_slots, s.control_cpu
         )?;
         let uids: Vec<String> = self.service.uids.iter().map(u32::to_string).collect();
-        let uids = if uids.is_empty() { "its own user".into() } else { format!("users {}", uids.join(", ")) };
+        let uids = if uids.is_empty() {
+            "the service's own user, if it is started with --allow-own-user".into()
+        } else {
+            format!("users {}", uids.join(", "))
+        };
         writeln!(f, "  is served to processes of {uids}, over {} connections at a time", self.service.clients)
     }
 }

@@ -8,6 +8,7 @@ use hw_bridge::device::{
     MapError, MapFault, PodType, enc_get_recv_post_offset_bytes, enc_get_send_count_size_bytes,
     enc_get_send_offset_bytes, enc_set_recv_size_bytes, nec_inc_semaphore,
 };
+use hw_bridge::shown::one_line;
 use wasmtime::component::Resource;
 
 use crate::bindings::neuron::nrt::types::{InstanceInfo, NecPodType, NrtStatus, NrtVersion, PciBdf};
@@ -28,13 +29,14 @@ fn assert_failed<T>(callback: &str, why: impl std::fmt::Display) -> Trap<T> {
     Err(wasmtime::format_err!("{callback}: {why}"))
 }
 
-/// Text cut to a line's limit at a character.
-pub(crate) fn line(text: &str) -> &str {
+/// A text in which a guest's words may be, as a line of a log, an error or a terminal has it: cut to the limit at a
+/// character, and without what would end the line.
+pub(crate) fn line(text: &str) -> String {
     let mut end = text.len().min(MAX_LOG_LINE);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    &text[..end]
+    one_line(&text[..end])
 }
 
 impl nec::Host for HostState {
@@ -227,6 +229,14 @@ mod tests {
     use crate::limits::Limits;
     use crate::tenant::limited;
     use hw_bridge::device::{HostMem, IncrementRegister};
+
+    /// The host's own words about a guest's are as long as a guest's.
+    #[test]
+    fn a_line_is_one_and_has_an_end() {
+        let long = "é".repeat(MAX_LOG_LINE);
+        assert_eq!(line(&long).len(), MAX_LOG_LINE);
+        assert_eq!(line("a\r\nERROR forged\u{2028}b"), "a  ERROR forged b");
+    }
 
     fn state() -> HostState {
         HostState::new(limited(Limits::default()), None, AbortToken::new().unwrap(), None)

@@ -26,7 +26,7 @@ use crate::net::NetLibrary;
 use crate::nrt::RuntimeConfig;
 use crate::plugin::supervisor::Supervisor;
 use crate::plugin::throttle::Allowance;
-use crate::policy::{Policy, listed};
+use crate::policy::{Bytes, Policy, listed};
 
 /// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
 #[derive(Debug, Default)]
@@ -156,6 +156,8 @@ pub struct Tenant {
     pub id: u64,
     /// What an operator lets it do; without, it may do whatever this process may.
     pub policy: Option<Arc<Policy>>,
+    /// Whether its plugins are only looked at.
+    pub(crate) examined: bool,
     /// What its plugins may use.
     pub limits: Limits,
     /// What its waiting ranks do with their cores.
@@ -177,11 +179,12 @@ pub struct Tenant {
     pub(crate) links: LinkServer,
     pub(crate) net: Mutex<NetState>,
     pub(crate) tasks: Mutex<Tasks>,
-    /// Instances of its plugins, and bytes of their linear memory.
+    /// Instances of its plugins, and bytes of their linear memory and tables, bounded in [`Tenant::take_memory`].
     pub(crate) instances: Quota,
     pub(crate) memory: AtomicUsize,
-    /// Lines of the host's about its plugins.
+    /// Lines of the host's about its plugins, and of the plugins' own.
     log_rate: LogRate,
+    guest_rate: LogRate,
     /// Host names being looked up.
     pub(crate) resolving: Quota,
     /// Bootstrap sockets, those that wait for a successor included.
@@ -246,6 +249,7 @@ impl Tenant {
             id: config.tenant_id,
             cpu: config.policy.as_ref().map(|p| Allowance::new(p.share.control_cpu, Instant::now())),
             policy: config.policy.clone(),
+            examined: config.examine,
             limits: config.limits,
             wait: config.wait,
             device: device.clone(),
@@ -263,6 +267,7 @@ impl Tenant {
             instances: Quota::default(),
             memory: AtomicUsize::new(0),
             log_rate: LogRate::default(),
+            guest_rate: LogRate::default(),
             resolving: Quota::default(),
             sockets: Quota::default(),
             gates: Quota::default(),
@@ -273,6 +278,20 @@ impl Tenant {
             comms: Mutex::default(),
             next_comm: AtomicU64::new(1),
         }))
+    }
+
+    /// Counts so many more bytes of plugin memory, if there is room for them in all.
+    ///
+    /// # Errors
+    /// The refusal.
+    pub(crate) fn take_memory(&self, bytes: usize) -> Result<(), String> {
+        let most = self.limits.memory_in_all;
+        let more = |has: usize| has.checked_add(bytes).filter(|sum| *sum <= most);
+        self.memory.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).map(drop).map_err(|has| {
+            let (asked, has) = (Bytes(bytes as u64), Bytes(has as u64));
+            let asked = format!("asked for {asked} of plugin memory beyond the {has} it has");
+            self.refuse("limits.memory-in-all", &asked, Bytes(most as u64))
+        })
     }
 
     /// Counts a refusal and says it: who was refused what, and what is granted under which key of the policy.
@@ -286,8 +305,13 @@ impl Tenant {
         self.within_rate(&self.log_rate)
     }
 
+    /// Whether a plugin of the tenant's may log one more line, in whichever instance or task.
+    pub(crate) fn guest_may_log(&self) -> bool {
+        self.within_rate(&self.guest_rate)
+    }
+
     /// Whether one more line is within the tenant's rate in `rate`; what is not is counted as refused.
-    pub(crate) fn within_rate(&self, rate: &LogRate) -> bool {
+    fn within_rate(&self, rate: &LogRate) -> bool {
         let within = rate.admits(self.limits.log_rate, |n| self.tell_dropped_lines(n));
         if !within {
             self.counters.refused("limits.log-lines");
@@ -295,9 +319,8 @@ impl Tenant {
         within
     }
 
-    pub(crate) fn tell_dropped_lines(&self, n: u32) {
-        let (tenant, rate) = (&self.name, self.limits.log_rate);
-        tracing::warn!(%tenant, "{n} log lines of a plugin were dropped; limits.log-lines grants {rate} a second");
+    fn tell_dropped_lines(&self, n: u32) {
+        tell_dropped_lines(&self.name, self.limits.log_rate, n);
     }
 
     /// Refuses a logical core that the policy does not grant.
@@ -399,6 +422,19 @@ impl Tenant {
     /// Background tasks alive now.
     pub fn tasks_alive(&self) -> usize {
         lock(&self.tasks).running.iter().filter(|t| !t.thread.is_finished()).count()
+    }
+}
+
+fn tell_dropped_lines(tenant: &str, rate: u32, n: u32) {
+    tracing::warn!(%tenant, "{n} log lines of plugins were dropped; limits.log-lines grants {rate} a second");
+}
+
+impl Drop for Tenant {
+    fn drop(&mut self) {
+        let (name, rate) = (&self.name, self.limits.log_rate);
+        for lines in [&mut self.log_rate, &mut self.guest_rate] {
+            lines.end(rate, |n| tell_dropped_lines(name, rate, n));
+        }
     }
 }
 

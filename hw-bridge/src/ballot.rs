@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use crate::limits::{BALLOT_YIELDS, MAX_VOTERS, REASON_BYTES};
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::Bell;
+use crate::shown::one_line;
 
 const MAGIC: u64 = 0x746f_6c6c_6162_6377;
 const HEAD_BYTES: usize = 4096;
@@ -217,7 +218,7 @@ impl Ballot {
         let r = self.record(voter);
         let len = (r.reason_len.load(Ordering::Acquire) as usize).min(REASON_BYTES);
         let bytes: Vec<u8> = r.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
-        let clean = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let clean = one_line(&String::from_utf8_lossy(&bytes));
         (len > 0).then_some(clean)
     }
 

@@ -78,6 +78,11 @@ pub fn same_user(cred: &Credentials) -> bool {
     cred.uid == rustix::process::geteuid().as_raw() || cred.uid == 0
 }
 
+/// Whether the peer is a process of this user, and of nobody else.
+pub fn this_user(cred: &Credentials) -> bool {
+    cred.uid == rustix::process::geteuid().as_raw()
+}
+
 /// A descriptor that becomes readable when the peer's process ends, whatever PID namespace it lives in.
 ///
 /// # Errors
@@ -87,6 +92,38 @@ pub fn pidfd_of_peer(socket: impl AsFd) -> std::io::Result<OwnedFd> {
     let fd: i32 = unsafe { option(socket, libc::SO_PEERPIDFD) }?;
     // SAFETY: the kernel has just opened it for this call (close-on-exec, as every pidfd), and nobody else knows it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The same on every kernel. Before Linux 6.5 the socket knows only the number `pid`, which may be another process's by the time
+/// that one is opened. So what was opened counts only if the connection is still open afterwards: then the peer, which holds its
+/// other end, lives, and two living processes do not have one number. (An end that was left to a child proves nothing of its
+/// parent; our sockets are closed on exec.)
+///
+/// # Errors
+/// `ESRCH`, `ENODATA` or `EINVAL` if it has ended; `EOPNOTSUPP` if it has no number here and the kernel knows only those.
+pub fn process_of_peer(socket: impl AsFd, pid: PeerPid) -> std::io::Result<OwnedFd> {
+    match pidfd_of_peer(&socket) {
+        Err(e) if e.raw_os_error() == Some(libc::ENOPROTOOPT) => by_number(&socket, pid),
+        opened => opened,
+    }
+}
+
+fn by_number(socket: impl AsFd, pid: PeerPid) -> std::io::Result<OwnedFd> {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::io::Errno;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    let number = pid.here().and_then(|p| Pid::from_raw(p.cast_signed())).ok_or(Errno::OPNOTSUPP)?;
+    let opened = pidfd_open(number, PidfdFlags::empty())?;
+    let mut fds = [PollFd::new(&socket, PollFlags::RDHUP)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    loop {
+        match poll(&mut fds, Some(&now)) {
+            Ok(0) => return Ok(opened),
+            Ok(_) => return Err(Errno::SRCH.into()),
+            Err(Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
 }
 
 /// The process that a pidfd stands for. Its number is unknown where `/proc` shows another PID namespace than this process's.
@@ -117,7 +154,9 @@ mod tests {
         let (a, _b) = UnixStream::pair().unwrap();
         let cred = of_peer(&a).unwrap();
         assert_eq!(cred.pid.here(), Some(std::process::id()));
-        assert!(same_user(&cred));
+        assert!(same_user(&cred) && this_user(&cred));
+        let other = Credentials { uid: cred.uid + 1, ..cred };
+        assert!(!same_user(&other) && !this_user(&other));
         assert_eq!(cred.pid.to_string(), std::process::id().to_string());
         let elsewhere = PeerPid(0);
         assert_eq!((elsewhere.here(), elsewhere.to_string().as_str()), (None, "unknown here, other PID namespace"));
@@ -138,6 +177,17 @@ mod tests {
         assert_eq!(pid_of(&fd).unwrap_err().raw_os_error(), Some(libc::ESRCH));
         let file = std::fs::File::open("/dev/null").unwrap();
         assert_eq!(pid_of(&file).unwrap_err().kind(), std::io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn a_number_is_believed_only_while_the_connection_is_open() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let me = of_peer(&a).unwrap().pid;
+        assert_eq!(pid_of(by_number(&a, me).unwrap()).unwrap(), me);
+        // Whoever has the number now, it need not be who was there.
+        drop(b);
+        assert_eq!(by_number(&a, me).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(by_number(&a, PeerPid(0)).unwrap_err().raw_os_error(), Some(libc::EOPNOTSUPP));
     }
 
     #[test]

@@ -47,4 +47,5 @@ pub mod segment;
 pub mod semaphore;
 pub mod sequencer;
 pub mod share;
+pub mod shown;
 pub mod signals;

@@ -402,6 +402,8 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     if !credentials::same_user(&cred) {
         return Err(LinkError::Refused("the owner is another user's process"));
     }
+    // Before it answers, after which it hangs up: until then the connection tells that it lives.
+    let watched = watch(&stream, cred.pid);
     bound(&stream, deadline)?;
     let mut hello = Vec::with_capacity(HELLO_BYTES);
     hello.extend_from_slice(&MAGIC.to_le_bytes());
@@ -457,7 +459,7 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     // Memory of a client of the owner comes with the client's process.
     let (pidfd, pid) = match fds.next() {
         Some(clients) => (clients, None),
-        None => (watch(&stream, cred.pid)?, Some(cred.pid)),
+        None => (watched?, Some(cred.pid)),
     };
     Ok(Granted { rank: word(8), control: (control, long(16)), hbm: (hbm, long(24)), pidfd, pid })
 }
@@ -465,21 +467,11 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
 /// What becomes readable when the process behind `stream` ends. The socket itself gives it, in whatever PID namespace that
 /// lives; a kernel before 6.5 knows only pids.
 fn watch(stream: &UnixStream, pid: PeerPid) -> Result<OwnedFd, LinkError> {
-    use rustix::io::Errno;
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    let opened = match credentials::pidfd_of_peer(stream) {
-        Err(e) if Errno::from_io_error(&e) == Some(Errno::NOPROTOOPT) => {
-            match pid.here().and_then(|p| Pid::from_raw(p.cast_signed())) {
-                Some(pid) => pidfd_open(pid, PidfdFlags::empty()).map_err(Into::into),
-                None => return Err(LinkError::Unwatched),
-            }
-        }
-        // What kernels before 6.15 say of a process that has ended and was waited for.
-        Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => return Err(LinkError::Gone(Errno::SRCH.into())),
-        opened => opened,
-    };
-    opened.map_err(|e| match Errno::from_io_error(&e) {
+    credentials::process_of_peer(stream, pid).map_err(|e| match Errno::from_io_error(&e) {
+        Some(Errno::OPNOTSUPP) => LinkError::Unwatched,
         Some(Errno::SRCH | Errno::NODATA) => LinkError::Gone(e),
+        // What kernels before 6.15 say of a process that has ended and was waited for.
+        Some(Errno::INVAL) => LinkError::Gone(Errno::SRCH.into()),
         _ => sys("watching the peer's process")(e),
     })
 }

@@ -24,7 +24,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 use crate::credentials::PeerPid;
 use crate::dtype::{DataType, ReduceOp};
@@ -34,6 +34,7 @@ use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_B
 use crate::links::Mapped;
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::{Bell, Fence, publish_fence};
+use crate::shown::one_line;
 
 const MAGIC: u64 = 0x316c_6363_776c_6377;
 const BLOCK_BYTES: usize = 4096;
@@ -360,14 +361,16 @@ impl Control {
         let mark = Mark::new().map_err(|source| SegmentError::System { step, bytes, source })?;
         let (pid, asymmetric) = (std::process::id(), crate::semaphore::asymmetric());
         let c = Control::create_for(rank, nranks, Owner { pid, asymmetric, mark: mark.words() })?;
+        c.commit(0)?;
         Ok(Control { left: AtomicBool::new(false), _mark: Some(mark), ..c })
     }
 
-    /// Makes that of another process, which takes it over by [`Control::adopt`]: only it says how the rank stands.
+    /// Makes that of another process, which takes it over by [`Control::adopt`]: only it says how the rank stands, and it has the
+    /// memory of the lanes allocated, on its own account. The maker's is the first page.
     pub fn create_for(rank: u32, nranks: u32, owner: Owner) -> Result<Control, SegmentError> {
         let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
         let c = Control { segment, left: AtomicBool::new(true), owner: None, _mark: None };
-        c.commit(0)?;
+        c.segment.commit(0, BLOCK_BYTES as u64)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
         word(ident::ASYMMETRIC, u64::from(owner.asymmetric));
@@ -386,6 +389,7 @@ impl Control {
         if ident::MARK.map(|at| c.ident(at)) != mark.words() {
             return Err(SegmentError::Foreign("it was made for another process".into()));
         }
+        c.commit(0)?;
         Ok(Control { left: AtomicBool::new(false), _mark: Some(mark), ..c })
     }
 
@@ -534,7 +538,7 @@ impl Control {
         };
         let len = (s.len.load(Ordering::Relaxed) as usize).min(REASON_BYTES);
         let bytes: Vec<u8> = s.reason[..len].iter().map(|b| b.load(Ordering::Relaxed)).collect();
-        let text = String::from_utf8_lossy(&bytes).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let text = one_line(&String::from_utf8_lossy(&bytes));
         (state, text)
     }
 
@@ -685,6 +689,9 @@ impl<'a> LaneView<'a> {
     #[inline]
     pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aside: Aside, words: Option<[u64; 4]>) {
         let r = self.record(seq);
+        // Who reads the record that was here, as `call` does at any time, must not take a part of this one for it.
+        r.tag.store(0, Ordering::Relaxed);
+        fence(Ordering::Release);
         r.what.store(header.pack(), Ordering::Relaxed);
         r.count.store(header.count, Ordering::Relaxed);
         r.aside.store(aside.pack(), Ordering::Relaxed);
@@ -706,9 +713,16 @@ impl<'a> LaneView<'a> {
     /// The rank's call of operation `seq` in words, while its record is kept.
     #[cold]
     pub(crate) fn call(&self, seq: u64) -> Option<String> {
+        // The first look makes the record of `seq`, or what was written over it, visible. If any of what is read then is of a
+        // later record, this fence meets the one in `publish`, and the second look sees that record's 0 or what came after;
+        // no number comes twice.
+        if !self.arrived(seq) {
+            return None;
+        }
         let r = self.record(seq);
-        let said = describe(r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
-        self.arrived(seq).then_some(said)
+        let (what, count) = (r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        (r.tag.load(Ordering::Relaxed) == seq).then(|| describe(what, count))
     }
 
     /// Compares the rank's header of `seq` with ours; `Err` is the other's view in words.
@@ -749,8 +763,7 @@ impl<'a> LaneView<'a> {
         if at == 0 {
             return "it has not started any operation".into();
         }
-        let r = self.record(at);
-        let what = describe(r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
+        let what = self.call(at).unwrap_or_else(|| "whose record is gone".into());
         match step {
             STEP_DONE => format!("its last operation was #{at} ({what}), completed"),
             _ if at == seq => format!("it is in operation #{at} ({what}) at step {step}"),
@@ -875,6 +888,46 @@ mod tests {
         assert!(!viewer.lane(1).arrived(1) && viewer.lane(1).progress() == 0);
     }
 
+    /// A record that is written over meanwhile is gone, and not half of each.
+    #[test]
+    fn a_call_is_told_whole_or_not_at_all() {
+        use std::sync::atomic::AtomicBool;
+        let owner = Control::create(0, 2).unwrap();
+        let (viewer, done) = (view(&owner, 0, 2).unwrap(), AtomicBool::new(false));
+        let said = |seq: u64| {
+            let (op, count) = if seq % 2 == 0 { (Op::AllReduce, seq) } else { (Op::AllGather, seq << 32) };
+            OpHeader { op, count, ..header() }
+        };
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let lane = owner.lane(0);
+                let none = Aside { dst: NO_RANK, src: NO_RANK, digest: 0 };
+                // Each goes into the place of one of another operation.
+                (1..200_000u64).for_each(|n| {
+                    let seq = n * (SLOTS as u64 + 1);
+                    lane.publish(seq, &said(seq), none, None);
+                });
+                done.store(true, Ordering::Release);
+            });
+            let lane = viewer.lane(0);
+            let mut told = 0u64;
+            while !done.load(Ordering::Acquire) {
+                let seq = lane.progress() >> 16;
+                if seq == 0 {
+                    continue;
+                }
+                if let Some(text) = lane.call(seq) {
+                    let header = said(seq);
+                    assert_eq!(text, describe(header.pack(), header.count), "#{seq}");
+                    told += 1;
+                }
+            }
+            // The last one stays.
+            let last = lane.progress() >> 16;
+            assert!(lane.call(last).is_some(), "{told} were told");
+        });
+    }
+
     #[test]
     fn what_is_made_for_a_process_is_only_its_own() {
         let mark = Mark::new().unwrap();
@@ -891,6 +944,24 @@ mod tests {
         assert_eq!((own.pid(), own.state().0), (7, RankState::Alive));
         own.leave(RankState::Failed, "why");
         assert_eq!(made.state(), (RankState::Failed, "why".into()));
+    }
+
+    /// What a service makes for its clients is on the clients' account: whoever allocates a page is charged for it.
+    #[test]
+    fn what_is_made_for_a_process_takes_its_makers_memory_for_a_page() {
+        let mark = Mark::new().unwrap();
+        let owner = Owner { pid: 7, asymmetric: true, mark: mark.words() };
+        let made = Control::create_for(0, 1, owner).unwrap();
+        let fd = || made.segment.fd().unwrap().try_clone_to_owned().unwrap();
+        let bytes = || rustix::fs::fstat(fd()).unwrap().st_blocks as usize * 512;
+        assert_eq!(bytes(), BLOCK_BYTES);
+        // Nor does it when it looks, or says that it leaves.
+        made.leave(RankState::Failed, "why");
+        assert_eq!((made.counters(), made.records()), (Counters::default(), Vec::new()));
+        assert_eq!(bytes(), BLOCK_BYTES);
+        let own = Control::adopt(Segment::adopt(fd(), CONTROL_BYTES as u64).unwrap(), 0, 1, mark).unwrap();
+        assert!(bytes() >= BLOCK_BYTES + STAGE_AT, "the client's first lane has its memory");
+        drop(own);
     }
 
     #[test]

@@ -44,6 +44,27 @@ fn sys(step: &'static str, bytes: u64, e: impl Into<std::io::Error>) -> SegmentE
     SegmentError::System { step, bytes, source: e.into() }
 }
 
+/// The kernel's number for the file system of memfds of ordinary pages.
+const TMPFS: i64 = 0x0102_1994;
+
+/// The size of memory that another process made, if it is what [`Segment::create`] makes: a memfd of ordinary pages, whose
+/// size cannot change. One of huge pages looks the same and faults where the machine has none left.
+fn ordinary(fd: &OwnedFd) -> Result<u64, SegmentError> {
+    let seals =
+        rustix::fs::fcntl_get_seals(fd).map_err(|e| SegmentError::Foreign(format!("it cannot be sealed ({e})")))?;
+    if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
+        return Err(SegmentError::Foreign("its size is not sealed".into()));
+    }
+    let stat = rustix::fs::fstat(fd).map_err(|e| sys("inspection", 0, e))?;
+    let bytes = stat.st_size as u64;
+    let on = rustix::fs::fstatfs(fd).map_err(|e| sys("inspection", bytes, e))?;
+    let page = rustix::param::page_size() as u64;
+    if i64::from(on.f_type) != TMPFS || on.f_bsize as u64 != page {
+        return Err(SegmentError::Foreign(format!("it is not made of ordinary pages of {page} bytes")));
+    }
+    Ok(bytes)
+}
+
 impl Segment {
     /// Makes a zeroed segment of `len` bytes (rounded up by nobody: pass a multiple of the page size). Pages are
     /// allocated when first touched or by [`Segment::commit`].
@@ -57,8 +78,8 @@ impl Segment {
         Ok(Segment { map: Self::map(&fd, len)?, fd: Some(fd) })
     }
 
-    /// Maps a descriptor that a peer passed. Refuses one whose size is not `len` or that is not sealed, because an
-    /// access to it could fault.
+    /// Maps a descriptor that a peer passed. Refuses one whose size is not `len`, that is not sealed, or that is not made of
+    /// ordinary pages, because an access to it could fault.
     pub fn from_peer(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
         Ok(Segment { fd: None, ..Segment::adopt(fd, len)? })
     }
@@ -66,14 +87,9 @@ impl Segment {
     /// Maps a descriptor of memory that a service made for this process: as [`Segment::from_peer`], and it is this process's
     /// to commit and to release.
     pub fn adopt(fd: OwnedFd, len: u64) -> Result<Segment, SegmentError> {
-        let seals = rustix::fs::fcntl_get_seals(&fd)
-            .map_err(|e| SegmentError::Foreign(format!("it cannot be sealed ({e})")))?;
-        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
-            return Err(SegmentError::Foreign("its size is not sealed".into()));
-        }
-        let stat = rustix::fs::fstat(&fd).map_err(|e| sys("inspection", len, e))?;
-        if stat.st_size as u64 != len {
-            return Err(SegmentError::Foreign(format!("it has {} bytes, {len} were announced", stat.st_size)));
+        let has = ordinary(&fd)?;
+        if has != len {
+            return Err(SegmentError::Foreign(format!("it has {has} bytes, {len} were announced")));
         }
         Ok(Segment { map: Self::map(&fd, len)?, fd: Some(fd) })
     }
@@ -83,11 +99,7 @@ impl Segment {
     /// # Errors
     /// [`SegmentError::Foreign`] for one that could shrink under the reader.
     pub fn watch(fd: OwnedFd) -> Result<Segment, SegmentError> {
-        let seals = rustix::fs::fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
-        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
-            return Err(SegmentError::Foreign("its size is not sealed".into()));
-        }
-        let len = rustix::fs::fstat(&fd).map_err(|e| sys("inspection", 0, e))?.st_size as u64;
+        let len = ordinary(&fd)?;
         let map = MmapOptions::new().map_raw_read_only(&fd).map_err(|e| sys("mapping", len, e))?;
         Ok(Segment { map, fd: None })
     }
@@ -204,6 +216,18 @@ mod tests {
         rustix::fs::ftruncate(&fd, 4096).unwrap();
         let e = Segment::from_peer(fd, 4096).unwrap_err().to_string();
         assert!(e.contains("not sealed"), "{e}");
+        let huge = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        match rustix::fs::memfd_create("x", huge) {
+            Ok(fd) => {
+                rustix::fs::ftruncate(&fd, 2 << 20).unwrap();
+                rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).unwrap();
+                let e = Segment::watch(fd.try_clone().unwrap()).unwrap_err().to_string();
+                assert!(e.contains("not made of ordinary pages"), "{e}");
+                let e = Segment::from_peer(fd, 2 << 20).unwrap_err().to_string();
+                assert!(e.contains("not made of ordinary pages"), "{e}");
+            }
+            Err(e) => eprintln!("this kernel has no huge pages, so that no peer can pass any: {e}"),
+        }
         let s = Segment::create("test", 4096).unwrap();
         let e = Segment::from_peer(s.fd().unwrap().try_clone_to_owned().unwrap(), 8192).unwrap_err().to_string();
         assert!(e.contains("4096 bytes, 8192"), "{e}");

@@ -7,10 +7,10 @@ use host_runtime::bindings::exports::neuron::nccom::collectives::{
 use host_runtime::bindings::neuron::nrt::types::NecPodType;
 use host_runtime::error::Error;
 use host_runtime::forward::{NAMES, ORIGINALS, Resource};
-use host_runtime::nrt::Runtime;
-use tests::zoo::{Body, Plugin, probe};
+use host_runtime::nrt::{CommOptions, Runtime};
+use tests::zoo::{Body, Plugin, REPLY, SCRATCH, probe};
 
-use crate::zoo::{Animal, Group, animal, said};
+use crate::zoo::{Animal, Group, animal, gives_up, said};
 
 fn device() -> NeuronDeviceInfo {
     NeuronDeviceInfo {
@@ -142,6 +142,27 @@ pub fn group() -> Group {
                 said(rt.unique_id(1))?;
             }
             said(rt.unique_id(1))
+        },
+    ));
+    animals.push(animal(
+        "one that is quarantined, and starts a task from an instance that goes on",
+        "…plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): no task was started: it is quarantined: it stopped 6 times in 600s, …",
+        |cage| {
+            let mut p = Plugin::lone_rank()?;
+            p.set(NAMES[1], Body::Trap);
+            let spawn = format!(
+                "(call $objects.communicator.drop (local.get 0)) (i32.store8 (i32.const {SCRATCH}) (i32.const 97))
+                 (call $tasks.spawn (i32.const {SCRATCH}) (i32.const 1) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const {REPLY}))"
+            );
+            p.body("neuron-bootstrap-send", format!("{spawn} {}", gives_up()));
+            let mut c = cage.config(&p)?;
+            c.limits.restart_pause = std::time::Duration::ZERO;
+            let rt = crate::zoo::opened(c)?;
+            let comm = rt.init_comm(CommOptions::with_id([0; 128], 0, 1))?;
+            for _ in 0..6 {
+                said(rt.unique_id(1))?;
+            }
+            said(comm.bootstrap_send(0, b"x"))
         },
     ));
     Group { title: "Calls that do not come back", animals }

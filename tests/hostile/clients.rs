@@ -29,7 +29,14 @@ fn serve(cage: &Cage, more: &str) -> Result<Server> {
         std::fs::write(policies.join(format!("{tenant}.toml")), text)?;
     }
     let base = RuntimeConfig { plugin: None, ..config(None) };
-    Ok(Server::start(&ServeConfig { policies, sockets: cage.path("sockets"), base, market: None, identify })?)
+    Ok(Server::start(&ServeConfig {
+        policies,
+        sockets: cage.path("sockets"),
+        base,
+        market: None,
+        allow_own_user: true,
+        identify,
+    })?)
 }
 
 fn socket(cage: &Cage, tenant: &str) -> PathBuf {

@@ -2,7 +2,7 @@
 
 use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, init_comm};
 
-use host_runtime::nrt::CommOptions;
+use host_runtime::nrt::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Group, animal, at_once, gives_up, said};
 
@@ -105,6 +105,14 @@ pub fn group() -> Group {
             &stopped("invalid utf-8 sequence of 1 bytes from index 0"),
             |_| format!("(i32.store (i32.const {SCRATCH}) (i32.const -1)) (call $log.write (i32.const 2) (i32.const {SCRATCH}) (i32.const 4))"),
         ),
+        at_once(
+            "an error line that ends, and begins one of its own",
+            &refused("it is late  ERROR tenant=other forged it"),
+            |p| {
+                let forged = p.text("it is late\r\nERROR tenant=other forged\u{2028}it");
+                format!("(call $log.write (i32.const 0) {forged})")
+            },
+        ),
         at_once("a log level that does not exist", &stopped("unexpected discriminant: 99"), move |_| format!("(call $log.write (i32.const 99) {})", text(4))),
         endless("names looked up without end", &stopped_after("…", "…looking up host name aaaaaaa…"), format!(
             "(i64.store (i32.const {SCRATCH}) (i64.const 0x61616161616161)) (call $sockets.resolve (i32.const {SCRATCH}) (i32.const 7) (i32.const 80) (i32.const 1) (i32.const {REPLY}))"
@@ -158,6 +166,34 @@ pub fn group() -> Group {
                 "(memory.fill (i32.const 65536) (i32.const 0xa5) (i32.const 960))
                  (call $proxy.start {comm} (i32.const 0) (i32.const 0) (i32.const 65536) (i32.const 960) (i32.const 65536) (i32.const 0) (i32.const 65536) (i32.const 0) (i32.const 2176))"
             ),
+        ),
+        animal(
+            "communicators that each take as much memory as one may, until the tenant has no more",
+            "plugin animal.wasm stopped in instantiate on tenant hostile: tenant hostile asked for 3 MiB of plugin memory beyond the … it has; limits.memory-in-all grants 10 MiB; data in flight goes on",
+            |cage| {
+                let mut p = Plugin::lone_rank()?;
+                p.pages = 48;
+                let mut c = cage.config(&p)?;
+                c.limits.memory_in_all = 10 << 20;
+                let runtime = crate::zoo::opened(c)?;
+                let join = || runtime.init_comm(CommOptions::with_id([0; 128], 0, 1));
+                let held = (join()?, join()?);
+                let refused = said(join())?;
+                // What another one leaves is there again.
+                drop(held.0);
+                join()?;
+                Ok(refused)
+            },
+        ),
+        animal(
+            "a plugin of few bytes that stands for much work of the compiler: locals",
+            "Error opening libnccom.so, cannot use collective operations! plugin …/animal.wasm: it would cost too much to compile: it has 10001 locals in one function or more; limits.function-locals grants 10000",
+            |cage| {
+                let mut p = Plugin::lone_rank()?;
+                p.extra(&format!("(func (local {}))", "i64 ".repeat(10_001)));
+                let runtime = Runtime::open(cage.config(&p)?)?;
+                Ok(runtime.load_error().ok_or_else(|| anyhow::anyhow!("it loaded"))?.sentinel)
+            },
         ),
         animal(
             "a wait of 49 days for a connection that never comes",

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use host_runtime::nrt::{Runtime, RuntimeConfig};
 use tests::zoo::{Plugin, REPLY, SCRATCH, TRANSPORT};
 
 use crate::zoo::{Animal, Cage, Group, animal, at_once, gives_up, opened, said};
@@ -41,6 +42,26 @@ fn address(what: &str, cause: &str, call: &'static str, store: &'static str) -> 
         format!(
             "{store} (call $sockets.{call} (i32.const {SCRATCH}) (i32.const 28) (i32.const 20) (i32.const {REPLY}))"
         )
+    })
+}
+
+/// One that is only looked at, as by `wccl plugin check`, and uses the probe to reach something.
+fn looked_at(what: &str, cause: &str, call: &'static str) -> Animal {
+    let sentence = format!(
+        "Error opening libnccom.so, cannot use collective operations! plugin animal.wasm stopped in neuronGetVersionInfo on \
+         tenant hostile: wasm trap: wasm `unreachable` instruction executed; data in flight goes on: {cause}"
+    );
+    animal(format!("only looked at: {what}"), sentence, move |cage| {
+        let mut p = Plugin::lone_rank()?;
+        let dump = p.text("NCCL_TOPO_DUMP_FILE");
+        let call = call.replace("{dump}", &dump.to_string());
+        p.body("neuron-get-version-info", format!("{call} unreachable"));
+        let path = cage.path("dump.xml");
+        let mut c = RuntimeConfig { examine: true, ..cage.config(&p)? };
+        c.vars.insert("NCCL_TOPO_DUMP_FILE".into(), path.display().to_string());
+        let runtime = Runtime::open(c)?;
+        anyhow::ensure!(!path.exists(), "it has written a file");
+        Ok(runtime.load_error().ok_or_else(|| anyhow::anyhow!("it loaded"))?.sentinel)
     })
 }
 
@@ -129,9 +150,42 @@ pub fn group() -> Group {
                 p.wit.add("wasi", "package wasi:cli@0.2.0; interface environment { get-environment: func() -> list<tuple<string, string>>; }");
                 p.world = TRANSPORT.replace("include", "import wasi:cli/environment@0.2.0; include");
                 p.import("environment", "get-environment");
-                let runtime = host_runtime::nrt::Runtime::open(cage.config(&p)?)?;
+                let runtime = Runtime::open(cage.config(&p)?)?;
                 Ok(runtime.load_error().ok_or_else(|| anyhow::anyhow!("it loaded"))?.sentinel)
             },
+        ),
+        looked_at(
+            "it listens",
+            "tenant hostile asked to listen on 127.0.0.1:0; network.listen grants nothing",
+            "(i32.store (i32.const 4096) (i32.const 2)) (i32.store (i32.const 4100) (i32.const 0x0100007f))
+             (call $sockets.listen (i32.const 4096) (i32.const 28) (i32.const 50) (i32.const 2176))",
+        ),
+        looked_at(
+            "it connects",
+            "tenant hostile asked to connect to 127.0.0.1:80; network.reach grants nothing",
+            "(i32.store (i32.const 4096) (i32.const 2)) (i32.store16 offset=2 (i32.const 4096) (i32.const 0x5000)) (i32.store (i32.const 4100) (i32.const 0x0100007f))
+             (call $sockets.connect (i32.const 4096) (i32.const 28) (i32.const 50) (i32.const 2176))",
+        ),
+        looked_at(
+            "it writes the file that a variable names",
+            "tenant hostile asked to write the file named by NCCL_TOPO_DUMP_FILE; files.read grants nothing",
+            "(call $files.write {dump} (i32.const 4096) (i32.const 1) (i32.const 2176))",
+        ),
+        looked_at(
+            "it publishes a name",
+            "a plugin that is only looked at publishes and looks up no names",
+            "(call $rendezvous.publish (i32.const 4200) (i32.const 128) (i32.const 4196) (i32.const 3) (i32.const 4096) (i32.const 28) (i32.const 2176))",
+        ),
+        looked_at(
+            "it looks up a name",
+            "a plugin that is only looked at publishes and looks up no names",
+            "(call $rendezvous.lookup (i32.const 4200) (i32.const 128) (i32.const 4196) (i32.const 3) (i32.const 1000) (i32.const 2176))",
+        ),
+        looked_at(
+            "it starts a task",
+            "tenant hostile asked for one more background task; limits.tasks grants 0",
+            "(i32.store8 (i32.const 4096) (i32.const 97))
+             (call $tasks.spawn (i32.const 4096) (i32.const 1) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 0) (i32.const 2176))",
         ),
     ];
     Group { title: "What they must not reach", animals }

@@ -60,7 +60,7 @@ pub fn run(workspace: &Workspace, arguments: &[OsString]) -> Result<u8> {
         note(&format!("target {name}, {seconds} s"));
         let mut fuzzer = Command::new(&program);
         // Changed plugins that compile are not to be kept.
-        fuzzer.env("WCCL_FUZZ_TARGET", name).env("WCCL_CACHE_DIR", "").current_dir(&place);
+        fuzzer.env("WCCL_FUZZ_TARGET", name).env("WCCL_CACHE_DIR", "off").current_dir(&place);
         fuzzer.arg(format!("-max_total_time={seconds}")).arg(format!("-timeout={HANG}"));
         fuzzer.arg(format!("-rss_limit_mb={MEGABYTES}")).arg("-print_final_stats=1");
         fuzzer.arg(format!("-artifact_prefix={}/{name}-", findings.display()));
@@ -112,7 +112,7 @@ fn targets(workspace: &Workspace) -> Result<Vec<String>> {
 
 /// Says what is missing before cargo fails somewhere in the middle.
 fn compiler() -> Result<()> {
-    let named = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+    let named = std::env::var_os("CXX").filter(|named| !named.is_empty()).unwrap_or_else(|| "c++".into());
     match Command::new(&named).arg("--version").output() {
         Ok(out) if out.status.success() => Ok(()),
         _ => bail!(

@@ -5,7 +5,7 @@
 //! theirs on.
 
 use std::env;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fmt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -206,7 +206,9 @@ struct Workspace {
 impl Workspace {
     fn find() -> Result<Self> {
         // Cargo sets the variable for what it runs; the constant is for a program that is started by hand.
-        let own = env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let own = env::var_os("CARGO_MANIFEST_DIR")
+            .filter(|own| !own.is_empty())
+            .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
         let root = Path::new(&own).parent().map(Path::to_owned).unwrap_or_default();
         if !root.join("xtask").join("Cargo.toml").exists() {
             return Err(
@@ -219,12 +221,13 @@ impl Workspace {
 
     /// The cargo that runs us, for this workspace.
     fn cargo(&self) -> Command {
-        let mut command = Command::new(env::var_os("CARGO").as_deref().unwrap_or(OsStr::new("cargo")));
+        let mut command = Command::new(route::program("CARGO", "cargo"));
         command.current_dir(&self.root);
         command
     }
 
     fn toolchain(&self) -> Result<Toolchain> {
+        // What is no text is the name of no route, and refused as that.
         let value = env::var_os(ROUTE_VARIABLE).map(|value| value.to_string_lossy().into_owned());
         let forced = Route::parse(value.as_deref()).map_err(Usage)?;
         Ok(route::find_or_install(forced, &self.root, &self.logs)?)

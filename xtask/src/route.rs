@@ -199,16 +199,21 @@ fn find(route: Route, root: &Path) -> Result<Toolchain, String> {
     }
 }
 
+/// The program that the variable names, else the usual one.
+pub fn program(variable: &str, usual: &str) -> OsString {
+    env::var_os(variable).filter(|named| !named.is_empty()).unwrap_or_else(|| usual.into())
+}
+
 /// The toolchain that runs us, if it has the target's standard library. Its own folder is asked, not rustup, so that a
 /// toolchain which came another way does as well.
 fn find_active(root: &Path) -> Result<Toolchain, String> {
-    let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let rustc = program("RUSTC", "rustc");
     let version = rustc_version(&rustc, root)?;
     let libraries = PathBuf::from(query(&rustc, &["--print", "target-libdir", "--target", TARGET], root)?);
     if !holds_std(&libraries) {
         return Err(format!("the active toolchain has no standard library for {TARGET} in {}", libraries.display()));
     }
-    Ok(Toolchain { route: Route::Rustup, version, cargo: env::var_os("CARGO").unwrap_or_else(|| "cargo".into()) })
+    Ok(Toolchain { route: Route::Rustup, version, cargo: program("CARGO", "cargo") })
 }
 
 /// Whether a compiled standard library lies in `folder`.

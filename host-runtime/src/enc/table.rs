@@ -31,6 +31,7 @@ use std::str::FromStr;
 
 use hw_bridge::limits::LARGE_SLOT_BYTES;
 use hw_bridge::peers::Op;
+use hw_bridge::shown::one_line;
 
 use super::{Algorithm, Call, Lists, choose, direct_above, one_hop_limit, serves};
 use crate::limits::{MAX_TABLE_BYTES, MAX_TABLE_ROWS};
@@ -363,7 +364,7 @@ impl FromStr for Table {
 
 /// A word of a file as it may be shown: short, and without control characters.
 fn shown(word: &str) -> String {
-    word.chars().take(40).map(|c| if c.is_control() { ' ' } else { c }).collect()
+    one_line(&word.chars().take(40).collect::<String>())
 }
 
 /// Reads a row, or says what is expected.

@@ -17,9 +17,11 @@ pub use wasmtime::component::Resource;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::VersionInfo;
 use crate::error::Error;
+use crate::hw::objects::Client;
 use crate::key::GroupKey;
 use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
 use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::reverse::line;
 use crate::status::Status;
 use crate::tenant::Tenant;
 
@@ -99,7 +101,8 @@ pub struct LoadError {
 }
 
 fn failed(sentinel: String) -> LoadError {
-    LoadError { status: Status::FAILURE, sentinel }
+    // Names of files and words of their makers may be in it.
+    LoadError { status: Status::FAILURE, sentinel: line(&sentinel) }
 }
 
 fn opening(reason: &str) -> LoadError {
@@ -147,8 +150,9 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
             Ok(index) => slots.push(index),
             Err(reason) => {
                 let text = format!("cannot find symbol \"{}\" in NCCL. Reason: {reason}", ORIGINALS[i]);
-                tracing::error!(plugin = %library.name, "{text}");
-                return Err(failed(text));
+                let error = failed(text);
+                tracing::error!(plugin = %library.name, "{}", error.sentinel);
+                return Err(error);
             }
         }
     }
@@ -157,18 +161,20 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
 }
 
 impl Loaded {
-    /// An instance of the library for one communicator of one rank, of the group with this key.
+    /// An instance of the library for one communicator of one rank, of the group with this key, of a `client` if it is another
+    /// process's. It is whose it is before any of the guest's code runs: a start function is that, too.
     pub(crate) fn instantiate(
         &self,
         tenant: &Arc<Tenant>,
         abort: &AbortToken,
         core: Option<i32>,
         key: GroupKey,
+        client: Option<Client>,
     ) -> Result<Arc<Instance>, Error> {
         let refused = |refusal| self.instance.supervised("instantiate", refusal);
         tenant.supervisor.admit(&self.library, &tenant.limits).map_err(refused)?;
         let mut state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
-        state.key = Some(key);
+        (state.key, state.client) = (Some(key), client);
         Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
             entry: "instantiate",
             plugin: self.library.name.clone(),

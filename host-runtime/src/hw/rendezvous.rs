@@ -124,7 +124,16 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, answer: &[u8; ANSWER]) {
 }
 
 impl HostState {
+    /// A plugin that is only looked at meets nobody.
+    fn may_meet(&mut self) -> Answer<()> {
+        if self.grant.examined {
+            return Err(self.fail(Status::INVALID, "a plugin that is only looked at publishes and looks up no names"));
+        }
+        Ok(())
+    }
+
     fn do_publish(&mut self, key: &[u8], name: &str, address: &[u8]) -> Answer<()> {
+        self.may_meet()?;
         let Ok(address) = <[u8; ADDRESS_BYTES]>::try_from(address) else {
             return Err(self.fail(
                 Status::INVALID,
@@ -165,6 +174,7 @@ impl HostState {
     }
 
     fn do_lookup(&mut self, key: &[u8], name: &str, ms: u32) -> Answer<Vec<u8>> {
+        self.may_meet()?;
         if key.len() > ID_BYTES || name.len() > ID_BYTES {
             return Err(self.fail(
                 Status::INVALID,

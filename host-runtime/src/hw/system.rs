@@ -301,7 +301,7 @@ impl log::Host for HostState {
     fn write(&mut self, level: log::Level, text: String) -> Trap<()> {
         let text = crate::reverse::line(&text);
         if matches!(level, log::Level::Error) {
-            self.note(text.to_string());
+            self.note(text.clone());
         }
         if !self.may_log() {
             return Ok(());

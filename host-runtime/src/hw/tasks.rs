@@ -40,6 +40,9 @@ impl HostState {
         let Some(library) = self.library.clone() else {
             return Err(self.fail(Status::INVALID, "this plugin cannot start tasks"));
         };
+        if let Err(refusal) = self.tenant.supervisor.admit(&library, &self.tenant.limits) {
+            return Err(self.fail(Status::RESOURCE, format!("no task was started: {refusal}")));
+        }
         let run = library.exported(TASK_ENTRY).and_then(|i| library.function(&i, "run"));
         let Some(run) = run else {
             return Err(self.fail(

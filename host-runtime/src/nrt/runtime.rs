@@ -1,7 +1,8 @@
 //! One tenant runtime: the modelled machine, the one load of the collectives library, the soft net step.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::path::{Path, PathBuf};
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -27,6 +28,7 @@ use crate::serve::client::Service;
 use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
 use crate::tenant::{Tenant, lock};
+use crate::vars;
 
 /// How to open a runtime.
 #[derive(Debug, Clone)]
@@ -78,6 +80,9 @@ pub struct RuntimeConfig {
     pub direct: bool,
     /// Whether operators can ask of this runtime, and swap its plugin, on a control socket ([`crate::control`]).
     pub control: bool,
+    /// Whether the plugins are only looked at, as by `wccl plugin check`: loaded in this process, with none of what the
+    /// policy grants them, and without a control socket. What is open then makes no group of more than one.
+    pub examine: bool,
     /// Callbacks this host does not serve; for conformance tests of INV-08.
     pub without_callbacks: Vec<String>,
     /// What happens at which step of a swap; for tests of [`crate::swap`].
@@ -109,6 +114,7 @@ impl Default for RuntimeConfig {
             table: None,
             direct: true,
             control: true,
+            examine: false,
             without_callbacks: Vec::new(),
             swap_faults: Vec::new(),
         }
@@ -135,56 +141,56 @@ impl RuntimeConfig {
     /// variables granted to plugins (docs/environment.md).
     ///
     /// # Errors
-    /// [`Error::Config`] names the variable and what was expected.
+    /// [`Error::Config`] names the variable and what was expected: one that is set and cannot be read does not count as unset.
     pub fn from_env() -> Result<RuntimeConfig, Error> {
-        Self::from_vars(|name| std::env::var(name).ok())
+        Self::from_vars(|name| std::env::var_os(name))
     }
 
     /// The same from any look-up.
     ///
     /// # Errors
     /// As [`RuntimeConfig::from_env`].
-    pub fn from_vars(var: impl Fn(&str) -> Option<String>) -> Result<RuntimeConfig, Error> {
-        let var = |name: &str| var(name).filter(|v| !v.trim().is_empty());
+    pub fn from_vars(look_up: impl Fn(&str) -> Option<OsString>) -> Result<RuntimeConfig, Error> {
+        let var = |name: &str| vars::text(name, look_up(name));
+        let path = |name: &str| vars::path(look_up(name));
         let number = |name: &str| {
-            var(name).map_or(Ok(None), |v| {
+            var(name)?.map_or(Ok(None), |v| {
                 let parsed = v.trim().parse::<u64>();
                 parsed.map(Some).map_err(|_| Error::Config(format!("{name}={v}: a whole number was expected")))
             })
         };
         let mut c = RuntimeConfig {
-            device: DeviceConfig::from_vars(var).map_err(|e| Error::Config(e.to_string()))?,
+            device: DeviceConfig::from_vars(&look_up).map_err(|e| Error::Config(e.to_string()))?,
             ..RuntimeConfig::default()
         };
-        if let Some(path) = var("WCCL_POLICY") {
-            let policy =
-                TenantPolicy::read(Path::new(&path)).map_err(|e| Error::Config(format!("WCCL_POLICY: {e}")))?;
+        if let Some(path) = path("WCCL_POLICY") {
+            let policy = TenantPolicy::read(&path).map_err(|e| Error::Config(format!("WCCL_POLICY: {e}")))?;
             c.plugin = policy.plugins.allowed.first().map(|a| policy.plugins.directory.join(&a.file.0));
             c.policy = Some(Arc::new(policy));
         }
-        if let Some(p) = var("WCCL_PLUGIN") {
-            c.plugin = Some(p.into());
+        if let Some(p) = path("WCCL_PLUGIN") {
+            c.plugin = Some(p);
         }
-        c.net_plugin = var("WCCL_NET_PLUGIN").map(Into::into);
-        c.service = var("WCCL_SERVICE").map(Into::into);
+        c.net_plugin = path("WCCL_NET_PLUGIN");
+        c.service = path("WCCL_SERVICE");
         if let Some(ms) = number("WCCL_TIMEOUT_MS")? {
             if ms == 0 {
                 return Err(Error::Config("WCCL_TIMEOUT_MS=0: a number of milliseconds above 0 was expected".into()));
             }
             c.timeout = Duration::from_millis(ms);
         }
-        if let Some(mode) = var("WCCL_WAIT") {
+        if let Some(mode) = var("WCCL_WAIT")? {
             c.wait = mode.parse().map_err(|e| Error::Config(format!("WCCL_WAIT: {e}")))?;
         }
-        c.flight_dir = var("WCCL_FLIGHT_DIR").map(Into::into);
-        if let Some(name) = var("WCCL_ALGO") {
+        c.flight_dir = path("WCCL_FLIGHT_DIR");
+        if let Some(name) = var("WCCL_ALGO")? {
             c.algorithm = Some(name.parse().map_err(|e| Error::Config(format!("WCCL_ALGO: {e}")))?);
         }
         if let Some(bytes) = number("WCCL_ONE_HOP_MAX")? {
             c.one_hop_max = Some(bytes);
         }
-        if let Some(path) = var("WCCL_TUNE_FILE") {
-            let table = Table::read(Path::new(&path)).map_err(|e| Error::Config(format!("WCCL_TUNE_FILE: {e}")))?;
+        if let Some(path) = path("WCCL_TUNE_FILE") {
+            let table = Table::read(&path).map_err(|e| Error::Config(format!("WCCL_TUNE_FILE: {e}")))?;
             c.table = Some(Arc::new(table));
         }
         if let Some(on) = number("WCCL_DIRECT")? {
@@ -202,7 +208,7 @@ impl RuntimeConfig {
             })?;
         }
         for name in hw::GRANTED {
-            if let Some(v) = var(name) {
+            if let Some(v) = var(name)? {
                 c.vars.insert((*name).into(), v);
             }
         }
@@ -298,6 +304,9 @@ impl Runtime {
         // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
         hw_bridge::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
+        if config.examine {
+            (config.service, config.control) = (None, false);
+        }
         let service = config.service.as_deref().map(Service::open).transpose()?;
         if let Some(s) = &service {
             (config.tenant, config.tenant_id) = s.tenant();
@@ -348,9 +357,11 @@ impl Runtime {
             Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control, used }));
         // The first plugin's counts are its own whenever somebody asks for them first.
         metrics::note(&runtime);
-        if runtime.0.config.control {
+        if runtime.0.config.control
+            && let Some(control) = Control::start(&runtime)?
+        {
             // It was not set before.
-            let _ = runtime.0.control.set(Control::start(&runtime)?);
+            let _ = runtime.0.control.set(control);
         }
         Ok(runtime)
     }

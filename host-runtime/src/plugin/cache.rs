@@ -5,6 +5,7 @@
 //! entry under another plugin's name is none. The directory is checked once it is open, and entries are opened beneath it.
 //! Anything odd is a miss, never an error.
 
+use std::ffi::OsString;
 use std::fs::DirBuilder;
 use std::io::{Read, Write};
 use std::os::unix::fs::DirBuilderExt;
@@ -18,22 +19,29 @@ use sha2::{Digest, Sha256};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
+use crate::vars;
+
 /// How long to wait for another process that compiles the same plugin; it may be stopped.
 const PATIENCE: Duration = Duration::from_secs(60);
 const MAGIC: &[u8; 8] = b"wcclcwm2";
 
-/// Where compiled components are kept: `$WCCL_CACHE_DIR`, else the user's cache directory; `None` if there is none or it
-/// is not ours alone.
-pub(crate) fn directory() -> Option<Dir> {
-    let path = match std::env::var_os("WCCL_CACHE_DIR") {
-        Some(d) if d.is_empty() => return None,
-        Some(d) => PathBuf::from(d),
-        None => match std::env::var_os("XDG_CACHE_HOME").filter(|d| !d.is_empty()) {
-            Some(d) => PathBuf::from(d).join("wccl"),
-            None => PathBuf::from(std::env::var_os("HOME")?).join(".cache").join("wccl"),
+/// Where compiled components are kept, by the variables that `look_up` knows: `WCCL_CACHE_DIR` (`off` for nowhere), else the
+/// user's cache directory, if there is one.
+fn place(look_up: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let path = |name| vars::path(look_up(name));
+    match path("WCCL_CACHE_DIR") {
+        Some(d) if d.as_os_str() == "off" => None,
+        Some(d) => Some(d),
+        None => match path("XDG_CACHE_HOME") {
+            Some(d) => Some(d.join("wccl")),
+            None => Some(path("HOME")?.join(".cache").join("wccl")),
         },
-    };
-    open(&path)
+    }
+}
+
+/// Where compiled components are kept; `None` if there is no such place or it is not ours alone.
+pub(crate) fn directory() -> Option<Dir> {
+    open(&place(|name| std::env::var_os(name))?)
 }
 
 fn open(path: &Path) -> Option<Dir> {
@@ -69,7 +77,7 @@ fn key(engine: &Engine, bytes: &[u8]) -> String {
 }
 
 /// Compiles `bytes`, or takes the compiled form from the cache.
-pub fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
+pub(super) fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
     let Some(dir) = directory() else { return Component::new(engine, bytes) };
     let key = key(engine, bytes);
     if let Some(c) = load(engine, &dir, &key) {
@@ -152,6 +160,18 @@ mod tests {
 
     fn set_mode(path: &Path, mode: u32) {
         std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn an_empty_variable_is_an_unset_one() {
+        let at = |vars: &[(&str, &str)]| place(|n| vars.iter().find(|v| v.0 == n).map(|v| v.1.into()));
+        let home = Some(PathBuf::from("/h/.cache/wccl"));
+        assert_eq!(at(&[("HOME", "/h")]), home);
+        assert_eq!(at(&[("WCCL_CACHE_DIR", ""), ("XDG_CACHE_HOME", ""), ("HOME", "/h")]), home);
+        assert_eq!(at(&[("WCCL_CACHE_DIR", "/c"), ("HOME", "/h")]), Some("/c".into()));
+        assert_eq!(at(&[("XDG_CACHE_HOME", "/x"), ("HOME", "/h")]), Some("/x/wccl".into()));
+        assert_eq!(at(&[("HOME", "")]), None);
+        assert_eq!(at(&[("WCCL_CACHE_DIR", "off"), ("HOME", "/h")]), None);
     }
 
     #[test]

@@ -31,6 +31,9 @@ pub struct Grant {
     pub memory: usize,
     /// Background tasks alive of its tenant when it starts one more.
     pub tasks: usize,
+    /// Whether it is only looked at: what it asks for is compared with what is granted, and nothing of that is given. Its code
+    /// computes and logs, and reaches no address, file, name of this machine or thread.
+    pub examined: bool,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -46,13 +49,23 @@ struct Manifest {
 impl Grant {
     /// What the policy of `tenant` grants to any of its plugins; without one all but WASI.
     pub(crate) fn of(tenant: &Tenant) -> Grant {
-        let (memory, tasks) = (tenant.limits.memory, tenant.limits.tasks);
+        let (memory, tasks, examined) = (tenant.limits.memory, tenant.limits.tasks, tenant.examined);
         match &tenant.policy {
             Some(p) => {
-                Grant { network: p.network.clone(), files: p.files.clone(), wasi: p.wasi.clone(), memory, tasks }
+                let (network, files, wasi) = (p.network.clone(), p.files.clone(), p.wasi.clone());
+                Grant { network, files, wasi, memory, tasks, examined }
             }
-            None => Grant { memory, tasks, ..Grant::default() },
+            None => Grant { memory, tasks, examined, ..Grant::default() },
         }
+    }
+
+    /// What of it is given to code that is only looked at. WASI interfaces stay if a policy names them: without them the
+    /// plugin would not link, and none of those that can be granted reaches anything.
+    fn given(self) -> Grant {
+        if !self.examined {
+            return self;
+        }
+        Grant { network: Network::default(), files: BTreeSet::new(), tasks: 0, ..self }
     }
 
     /// Cuts it down to what a plugin asks for.
@@ -61,7 +74,7 @@ impl Grant {
     /// The key that is exceeded, what is asked for, and what is granted; or what is wrong with the manifest.
     pub(super) fn cut_to(self, plugin: &[u8]) -> Result<Grant, Denied> {
         let manifest = match find(plugin) {
-            Ok(None) => return Ok(self),
+            Ok(None) => return Ok(self.given()),
             Ok(Some(text)) => std::str::from_utf8(text)
                 .map_err(|e| e.to_string())
                 .and_then(|text| toml::from_str::<Manifest>(text).map_err(|e| e.message().to_string())),
@@ -86,7 +99,7 @@ impl Grant {
             return Err(beyond("limits.tasks", tasks, self.tasks));
         }
         let network = Network { listen: m.listen, reach: m.reach };
-        Ok(Grant { network, files: m.files, wasi: self.wasi, memory, tasks })
+        Ok(Grant { network, files: m.files, memory, tasks, ..self }.given())
     }
 }
 
@@ -96,7 +109,8 @@ impl Default for Grant {
         let limits = crate::limits::Limits::default();
         let files = hw::FILES.iter().map(|(name, _)| name.to_string()).collect();
         let wasi = BTreeSet::new();
-        Grant { network: Network::any(), files, wasi, memory: limits.memory, tasks: limits.tasks }
+        let (memory, tasks) = (limits.memory, limits.tasks);
+        Grant { network: Network::any(), files, wasi, memory, tasks, examined: false }
     }
 }
 
@@ -213,6 +227,17 @@ mod tests {
         let asked = |text: &str| some.clone().cut_to(&component(&[text], &[])).is_ok();
         assert!(asked("reach = [\"10.1.0.0/16:2-9\"]"));
         assert!(!asked("reach = [\"10.1.0.0/16:2-10\"]") && !asked("reach = [\"0.0.0.0/0:2\"]"));
+    }
+
+    #[test]
+    fn one_that_is_only_looked_at_is_checked_and_given_nothing() {
+        let examined = || Grant { examined: true, ..Grant::default() };
+        for manifest in [&[][..], &["listen = [\"127.0.0.1:*\"]\nfiles = [\"NCCL_TOPO_DUMP_FILE\"]\ntasks = 2"]] {
+            let g = examined().cut_to(&component(manifest, &[])).unwrap();
+            assert_eq!((g.network, g.files.len(), g.tasks), (Network::default(), 0, 0), "{manifest:?}");
+        }
+        let denied = examined().cut_to(&component(&["tasks = 65"], &[])).unwrap_err();
+        assert_eq!(denied.limit, Some("limits.tasks"));
     }
 
     #[test]

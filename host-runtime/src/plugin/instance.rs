@@ -17,6 +17,7 @@ use super::{HostState, Library};
 use crate::error::Error;
 use crate::key::GroupKey;
 use crate::limits::GUEST_STACK;
+use crate::reverse::line;
 use crate::tenant::{Tenant, lock};
 
 thread_local! {
@@ -142,6 +143,8 @@ impl Instance {
     ) -> Result<(Store<HostState>, wasmtime::component::Instance), String> {
         let engine = super::engine::engine()?;
         let tenant = state.tenant.clone();
+        // Whatever it is for: a communicator, a task, the net plugin's first binding.
+        tenant.supervisor.admit(library, &tenant.limits).map_err(|refusal| refusal.to_string())?;
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
         store.data_mut().begin_call("instantiate", UNTIL.take());
@@ -154,7 +157,9 @@ impl Instance {
             let (_, limit) = store.data_mut().take_causes();
             let cause = limit
                 .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
-            note_stop(library, store.data(), &cause);
+            if !store.data().crowded() {
+                note_stop(library, store.data(), &cause);
+            }
             cause
         })?;
         store.data_mut().live = true;
@@ -375,7 +380,7 @@ fn cause_of(e: &wasmtime::Error, state: &HostState) -> String {
     text
 }
 
-/// The innermost cause, without the guest's backtrace.
+/// The innermost cause, without the guest's backtrace, as a line.
 fn root(e: &wasmtime::Error) -> String {
-    e.root_cause().to_string()
+    line(&e.root_cause().to_string())
 }

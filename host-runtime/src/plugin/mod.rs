@@ -5,6 +5,7 @@
 
 pub mod cache;
 pub mod check;
+mod cost;
 pub mod engine;
 mod grant;
 mod instance;
@@ -27,11 +28,13 @@ pub(crate) use instance::{bounded, for_group};
 pub use source::read;
 pub use state::HostState;
 
+use crate::limits::Limits;
+use crate::reverse::line;
 use crate::tenant::Tenant;
 
 /// A compiled plugin whose imports are served. Shared by all its instances.
 pub struct Library {
-    /// File name, for messages.
+    /// File name, for messages; fit for a line.
     pub name: String,
     /// SHA-256 of the file, in hex.
     pub digest: String,
@@ -67,14 +70,38 @@ pub enum Kind {
 /// the plugin's name.
 pub(crate) fn load(tenant: &Tenant, path: &Path, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
     let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-    let bytes = source::read_for(tenant, path)?;
-    Library::link_within(&name, &bytes, kind, without, Grant::of(tenant)).map_err(|denied| match denied.limit {
+    let bytes = source::read_for(tenant, path).map_err(|why| line(&why))?;
+    Library::link_within(&name, &bytes, kind, without, Grant::of(tenant), &tenant.limits).map_err(|denied| match denied
+        .limit
+    {
         Some(limit) if tenant.policy.is_some() => {
             tenant.counters.refused(limit);
-            format!("{} (tenant {})", denied.why, tenant.name)
+            line(&format!("{} (tenant {})", denied.why, tenant.name))
         }
-        _ => denied.why,
+        _ => line(&denied.why),
     })
+}
+
+/// How the sentence begins of a component that is none, or damaged.
+pub const DAMAGED: &str = "it does not compile";
+
+/// Compiles a component that costs no more than `limits` allow, or takes the compiled form from the cache.
+fn compile(engine: &wasmtime::Engine, bytes: &[u8], limits: &Limits) -> Result<Component, Denied> {
+    cost::within(bytes, limits)?;
+    cache::compile(engine, bytes).map_err(|e| format!("{DAMAGED}: {e:#}").into())
+}
+
+/// Names of all imports, and of all exports, of a component that need not link.
+///
+/// # Errors
+/// A sentence, which begins with [`DAMAGED`] unless it is not compiled for what that would cost.
+pub fn names(bytes: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
+    let engine = engine::engine()?;
+    let component = compile(engine, bytes, &Limits::default()).map_err(|denied| line(&denied.why))?;
+    let ty = component.component_type();
+    let imports = ty.imports(engine).map(|(name, _)| name.to_string()).collect();
+    let exports = ty.exports(engine).map(|(name, _)| name.to_string()).collect();
+    Ok((imports, exports))
 }
 
 impl Library {
@@ -82,7 +109,8 @@ impl Library {
     /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
     /// without the plugin's name.
     pub fn link(name: &str, bytes: &[u8], kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
-        Library::link_within(name, bytes, kind, without, Grant::default()).map_err(|denied| denied.why)
+        Library::link_within(name, bytes, kind, without, Grant::default(), &Limits::default())
+            .map_err(|denied| line(&denied.why))
     }
 
     fn link_within(
@@ -91,6 +119,7 @@ impl Library {
         kind: Kind,
         without: &[String],
         most: Grant,
+        limits: &Limits,
     ) -> Result<Arc<Library>, Denied> {
         let engine = engine::engine()?;
         match bytes.get(..8) {
@@ -103,7 +132,7 @@ impl Library {
             _ => return Err("it is not a WebAssembly component".to_string().into()),
         }
         let grant = Arc::new(most.cut_to(bytes)?);
-        let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
+        let component = compile(engine, bytes, limits)?;
         check::imports(engine, &component, kind, without, &grant.wasi)?;
         let mut linker = Linker::new(engine);
         crate::hw::add_to_linker(&mut linker)
@@ -114,7 +143,7 @@ impl Library {
         })?;
         let digest = cache::content_hash(bytes);
         Ok(Arc::new(Library {
-            name: name.to_string(),
+            name: line(name),
             digest,
             bytes: bytes.len() as u64,
             grant,
@@ -199,7 +228,6 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::error::Error;
-    use crate::limits::Limits;
     use crate::tenant::{Tenant, limited};
 
     const CALLS_BACK: &str = r#"(component
@@ -269,6 +297,45 @@ mod tests {
             assert_eq!(texts.len(), round);
             assert!(texts[0].contains("from inside one of its own callbacks"), "{}", texts[0]);
         }
+    }
+
+    /// What it asks of the host then is of the process that it is made for, not of this one.
+    #[test]
+    fn a_start_function_runs_for_the_client_of_its_instance() {
+        use crate::forward::{Loaded, Version};
+        use crate::hw::objects::Client;
+        let engine = engine::engine().unwrap();
+        let wat = r#"(component
+            (import "callback" (func $callback))
+            (core func $lowered (canon lower (func $callback)))
+            (core module $m (import "" "callback" (func $callback)) (start $callback))
+            (core instance (instantiate $m (with "" (instance (export "callback" (func $lowered)))))))"#;
+        let component = Component::new(engine, wat::parse_str(wat).unwrap()).unwrap();
+        let seen: Arc<Mutex<Vec<Option<u32>>>> = Arc::default();
+        let log = seen.clone();
+        let mut linker = Linker::<HostState>::new(engine);
+        linker
+            .root()
+            .func_wrap("callback", move |store, (): ()| {
+                log.lock().unwrap().push(store.data().client.as_ref().map(|c| c.owner.pid));
+                Ok(())
+            })
+            .unwrap();
+        let pre = linker.instantiate_pre(&component).unwrap();
+        let (grant, slots, version) = Default::default();
+        let (name, digest) = ("starts".into(), String::new());
+        let library = Arc::new(Library { name, digest, bytes: 0, grant, component, pre, slots, version });
+        let tenant = limited(Limits::default());
+        let abort = AbortToken::new().unwrap();
+        let state = HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None);
+        let instance = Instance::new(&library, state).unwrap();
+        let loaded = Loaded { library, instance, version: Version::default(), generation: 0 };
+        let owner = hw_bridge::peers::Owner { pid: 4242, asymmetric: false, mark: [0; 2] };
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        let pidfd = Arc::new(rustix::event::eventfd(0, flags).unwrap());
+        let client = Client { owner, pidfd, hbm: hw_bridge::hbm::Hbm::new(1 << 20).unwrap() };
+        loaded.instantiate(&tenant, &abort, Some(0), crate::key::GroupKey::some(), Some(client)).unwrap();
+        assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);
     }
 
     /// It would wait for as long as that call takes.

@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use hw_bridge::log_rate::LogRate;
 use wasmtime::component::{Resource, ResourceTable};
 use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
 use wasmtime_wasi::WasiCtx;
@@ -15,7 +14,7 @@ use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::key::GroupKey;
-use crate::limits::MAX_CAUSES;
+use crate::limits::{MAX_CAUSES, TABLE_ELEMENT};
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
@@ -55,7 +54,11 @@ pub struct HostState {
     objects: usize,
     causes: Vec<String>,
     limit: Option<String>,
+    /// Bytes of its linear memories, and of those and its tables together as its tenant counts them.
     memory: usize,
+    held: usize,
+    /// Whether its tenant had no memory left for it.
+    crowded: bool,
     /// When this call began, when the guest was last entered, and what it has used before that.
     begun: Instant,
     /// When the operation gives up that this call serves, if it serves one that does.
@@ -64,7 +67,6 @@ pub struct HostState {
     spent: Duration,
     /// How long to sleep for what was used beyond the tenant's share of a core.
     owed: Duration,
-    log_rate: LogRate,
     _counted: Counted,
 }
 
@@ -107,12 +109,13 @@ impl HostState {
             causes: Vec::new(),
             limit: None,
             memory: 0,
+            held: 0,
+            crowded: false,
             begun: Instant::now(),
             until: None,
             entered: Instant::now(),
             spent: Duration::ZERO,
             owed: Duration::ZERO,
-            log_rate: LogRate::default(),
             _counted: counted,
         }
     }
@@ -271,8 +274,7 @@ impl HostState {
     pub(crate) fn note(&mut self, why: String) {
         if self.causes.len() < MAX_CAUSES {
             // The guest's words may be in it.
-            let clean: String =
-                crate::reverse::line(&why).chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+            let clean = crate::reverse::line(&why);
             // What is tried again says the same again.
             if self.causes.last() != Some(&clean) {
                 self.causes.push(clean);
@@ -314,17 +316,15 @@ impl HostState {
         Some(object)
     }
 
-    /// Whether one more log line is within the rate.
-    pub(crate) fn may_log(&mut self) -> bool {
-        self.tenant.within_rate(&self.log_rate)
+    /// Whether one more line of the guest's is within the tenant's rate.
+    pub(crate) fn may_log(&self) -> bool {
+        self.tenant.guest_may_log()
     }
 }
 
 impl Drop for HostState {
     fn drop(&mut self) {
-        let tenant = self.tenant.clone();
-        self.log_rate.end(tenant.limits.log_rate, |n| tenant.tell_dropped_lines(n));
-        tenant.memory.fetch_sub(self.memory, Ordering::Relaxed);
+        self.tenant.memory.fetch_sub(self.held, Ordering::Relaxed);
     }
 }
 
@@ -335,28 +335,60 @@ fn handles(tenant: &Tenant) -> ResourceTable {
     table
 }
 
+impl HostState {
+    /// Counts so many more bytes for the tenant, or notes that it may not have them.
+    fn hold(&mut self, more: usize) -> bool {
+        match self.tenant.take_memory(more) {
+            Ok(()) => self.held += more,
+            Err(why) => {
+                self.crowded = true;
+                self.limit = Some(why);
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Whether its tenant had no memory left for it, which is no fault of the plugin's.
+    pub(crate) fn crowded(&self) -> bool {
+        self.crowded
+    }
+}
+
 impl ResourceLimiter for HostState {
-    fn memory_growing(&mut self, current: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {
+    fn memory_growing(&mut self, current: usize, desired: usize, most: Option<usize>) -> wasmtime::Result<bool> {
+        // The engine would refuse it next, and what is counted here stays counted: a failure is not told in a way that says
+        // which growth it is of.
+        if most.is_some_and(|most| desired > most) {
+            return Ok(false);
+        }
         // All memories of the instance together.
         let most = self.grant.memory;
-        let total = self.memory.saturating_add(desired.saturating_sub(current));
+        let more = desired.saturating_sub(current);
+        let total = self.memory.saturating_add(more);
         if total > most {
             self.tenant.counters.refused("limits.memory");
             self.limit = Some(format!("the instance asked for {total} bytes of memory, its limit is {most}"));
             return Ok(false);
         }
+        if !self.hold(more) {
+            return Ok(false);
+        }
         self.memory = total;
-        self.tenant.memory.fetch_add(desired.saturating_sub(current), Ordering::Relaxed);
         Ok(true)
     }
 
-    fn table_growing(&mut self, _: usize, desired: usize, _: Option<usize>) -> wasmtime::Result<bool> {
+    fn table_growing(&mut self, current: usize, desired: usize, most: Option<usize>) -> wasmtime::Result<bool> {
+        if most.is_some_and(|most| desired > most) {
+            return Ok(false);
+        }
         let most = self.tenant.limits.table;
         if desired > most {
             self.tenant.counters.refused("limits.table");
             self.limit = Some(format!("the instance asked for a table of {desired} elements, its limit is {most}"));
+            return Ok(false);
         }
-        Ok(desired <= most)
+        Ok(self.hold(desired.saturating_sub(current).saturating_mul(TABLE_ELEMENT)))
     }
 
     fn instances(&self) -> usize {
@@ -369,5 +401,72 @@ impl ResourceLimiter for HostState {
 
     fn memories(&self) -> usize {
         4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::Limits;
+    use crate::tenant::limited;
+
+    fn instance(tenant: &Arc<Tenant>) -> HostState {
+        HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None)
+    }
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn memory_is_bounded_for_all_instances_of_a_tenant_together() {
+        let tenant = limited(Limits { memory: 4 * MIB, memory_in_all: 6 * MIB, table: 1 << 17, ..Limits::default() });
+        let (mut one, mut other) = (instance(&tenant), instance(&tenant));
+        assert!(one.memory_growing(0, 3 * MIB, None).unwrap());
+        // Beyond what the memory's own type allows, nothing is counted.
+        for _ in 0..100 {
+            assert!(!one.memory_growing(3 * MIB, 4 * MIB, Some(3 * MIB)).unwrap());
+        }
+        assert!(other.memory_growing(0, 2 * MIB, None).unwrap());
+        assert!(!other.memory_growing(2 * MIB, 4 * MIB, None).unwrap() && other.crowded());
+        let (_, limit) = other.take_causes();
+        let says = "tenant default asked for 2 MiB of plugin memory beyond the 5 MiB it has; limits.memory-in-all grants 6 MiB";
+        assert_eq!(limit.as_deref(), Some(says));
+        assert_eq!(tenant.counters.refusals()["limits.memory-in-all"], 1);
+        // Tables are memory too.
+        assert!(other.table_growing(0, MIB / TABLE_ELEMENT, None).unwrap());
+        assert!(!other.table_growing(MIB / TABLE_ELEMENT, MIB / TABLE_ELEMENT + 1, None).unwrap());
+        // What an instance had is given back with it.
+        drop(one);
+        assert!(other.memory_growing(2 * MIB, 4 * MIB, None).unwrap());
+        drop(other);
+        assert_eq!(tenant.memory.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn instances_that_grow_at_once_do_not_get_past_the_bound() {
+        let tenant = limited(Limits { memory_in_all: 100 * MIB, ..Limits::default() });
+        let begin = std::sync::Barrier::new(4);
+        let got: usize = std::thread::scope(|s| {
+            let grow = || {
+                let mut instance = instance(&tenant);
+                begin.wait();
+                let got = (0..50).filter(|n| instance.memory_growing(n * MIB, (n + 1) * MIB, None).unwrap()).count();
+                // Nothing is given back before all have asked.
+                begin.wait();
+                got
+            };
+            let threads = [(); 4].map(|()| s.spawn(grow));
+            threads.into_iter().map(|t| t.join().unwrap()).sum()
+        });
+        assert_eq!(got, 100);
+    }
+
+    #[test]
+    fn the_rate_of_log_lines_is_one_for_all_instances() {
+        let tenant = limited(Limits { log_rate: 3, ..Limits::default() });
+        let instances = [(); 4].map(|()| instance(&tenant));
+        let begun = Instant::now();
+        let admitted = instances.iter().flat_map(|i| [i.may_log(), i.may_log()]).filter(|may| *may).count();
+        // However long it took: each further second admits three more.
+        assert!(admitted <= 3 * (1 + begun.elapsed().as_secs() as usize), "{admitted}");
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A stop is a trap, a passed deadline or a broken limit of any instance of the plugin. One that stops more often than
 //! [`Limits::restarts`](crate::limits::Limits) in its window is quarantined for the life of the tenant runtime: no further
-//! instance of it is made, instances that run go on. An operator replaces it ([`crate::swap`]).
+//! instance of it is made, be it for a communicator, a task or a net plugin's binding; instances that run go on. An operator replaces it ([`crate::swap`]).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;

@@ -59,6 +59,9 @@ pub struct ServeConfig {
     pub policies: PathBuf,
     /// Directory of sockets, `TENANT.sock`; made if absent.
     pub sockets: PathBuf,
+    /// Whether programs of tenants may run as the service's own user. Such a one can read and change everything that the
+    /// service has, the other tenants' memory too: the kernel does not tell the two apart.
+    pub allow_own_user: bool,
     /// What is not in a policy: the modelled device, variables granted to plugins.
     pub base: RuntimeConfig,
     /// Where the programs of all tenants take turns; none if each is to keep to its own caps and know of no neighbour. All of
@@ -255,13 +258,25 @@ fn config_of(policy: &Arc<Policy>, base: &RuntimeConfig) -> RuntimeConfig {
     }
 }
 
+/// Whether a file of that name is a policy: editors leave locks (`.#red.toml`) and copies (`red.toml~`, `#red.toml#`) beside it.
+fn is_policy(name: &str) -> bool {
+    name.ends_with(".toml") && !name.starts_with(['.', '#'])
+}
+
 /// All policies of a directory, by name of file.
 fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     let io = |source| Error::System { what: format!("reading the policies in {}", dir.display()), source };
     let mut files = std::fs::read_dir(dir)
         .and_then(|entries| entries.map(|e| Ok(e?.path())).collect::<std::io::Result<Vec<_>>>())
         .map_err(io)?;
-    files.retain(|f| f.extension().is_some_and(|e| e == "toml"));
+    files.retain(|f| {
+        let name = f.file_name().unwrap_or_default().to_string_lossy();
+        let kept = is_policy(&name);
+        if !kept && name.contains(".toml") {
+            tracing::warn!("{} is no policy: it is hidden, or an editor's copy of one", f.display());
+        }
+        kept
+    });
     files.sort();
     let mut all: Vec<Arc<Policy>> = Vec::new();
     for file in &files {
@@ -280,7 +295,7 @@ fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
 
 /// Refuses tenants that may listen in one another's place: the plugins of both run in this process, and one could be there
 /// first.
-fn apart(policies: &[Arc<Policy>]) -> Result<(), Error> {
+fn disjoint(policies: &[Arc<Policy>]) -> Result<(), Error> {
     for (i, a) in policies.iter().enumerate() {
         for b in &policies[i + 1..] {
             if let Some((of_a, of_b, both)) = a.network.shared(&b.network) {
@@ -293,6 +308,22 @@ fn apart(policies: &[Arc<Policy>]) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// Whether no program of the tenant's can run as the service's own user; else the sentence that says what to do.
+fn apart(policy: &Policy) -> Result<(), Error> {
+    let (me, uids) = (rustix::process::geteuid().as_raw(), &policy.service.uids);
+    let how = match (uids.is_empty(), uids.contains(&me)) {
+        (true, _) => "names no users",
+        (_, true) => "names that one",
+        _ => return Ok(()),
+    };
+    Err(Error::Config(format!(
+        "tenant {}: its programs would run as the service's own user ({me}), who can read and change all that the service has, \
+         other tenants' memory too: its policy {how} in service.uids. Name others there, or start the service with \
+         --allow-own-user (ServeConfig::allow_own_user) if its tenants trust one another",
+        policy.tenant
+    )))
 }
 
 /// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
@@ -361,11 +392,15 @@ impl Server {
     /// Reads the policies, loads each tenant's plugin, opens the sockets.
     ///
     /// # Errors
-    /// [`Error::Config`] for a policy that cannot be used, two tenants that may listen at one place, a directory that others can write or that another service serves;
+    /// [`Error::Config`] for a policy that cannot be used or that admits the service's own user without
+    /// [`ServeConfig::allow_own_user`], two tenants that may listen at one place, a directory that others can write or that another service serves;
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
-        apart(&policies)?;
+        disjoint(&policies)?;
+        if !config.allow_own_user {
+            policies.iter().try_for_each(|p| apart(p))?;
+        }
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
@@ -451,10 +486,22 @@ mod tests {
         };
         let red = policy("red", "\"127.0.0.1:20000-20999\"");
         let green = policy("green", "\"127.0.0.1:21000-21999\", \"10.0.0.0/8:*\"");
-        apart(&[red.clone(), green.clone()]).unwrap();
-        let e = apart(&[red, green, policy("blue", "\"10.1.0.0/16:80\"")]).unwrap_err().to_string();
+        disjoint(&[red.clone(), green.clone()]).unwrap();
+        let e = disjoint(&[red, green, policy("blue", "\"10.1.0.0/16:80\"")]).unwrap_err().to_string();
         let both = "tenants green and blue may both listen on 10.1.0.0/16:80: network.listen grants 10.0.0.0/8:* to green and 10.1.0.0/16:80 to blue";
         assert!(e.contains(both), "{e}");
+    }
+
+    #[test]
+    fn what_editors_leave_beside_a_policy_is_none() {
+        for name in ["red.toml", "a.b.toml"] {
+            assert!(is_policy(name), "{name}");
+        }
+        for name in
+            [".#red.toml", ".red.toml", "#red.toml#", "#red.toml", "red.toml~", ".red.toml.swp", "red.txt", "toml"]
+        {
+            assert!(!is_policy(name), "{name}");
+        }
     }
 
     #[test]

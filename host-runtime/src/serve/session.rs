@@ -14,6 +14,7 @@ use hw_bridge::credentials::{self, Credentials};
 use hw_bridge::peers::Owner;
 use hw_bridge::segment::Segment;
 use hw_bridge::share::{Entered, Register};
+use hw_bridge::shown::one_line;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome};
@@ -62,7 +63,8 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
                 theirs.protocol, theirs.release, mine.protocol, mine.release
             ));
         }
-        let pidfd = process_of(stream, who).map_err(|e| format!("its process cannot be watched: {e}"))?;
+        let pidfd =
+            credentials::process_of_peer(stream, who.pid).map_err(|e| format!("its process cannot be watched: {e}"))?;
         let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
         let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
         let enter = |m: &Arc<Register>| m.enter(hosted.runtime.tenant().id);
@@ -104,22 +106,7 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
 
 /// A client's words, as far as a line of the log and a terminal can have them.
 fn said(text: &str) -> String {
-    text.chars().take(MAX_WORDS).map(|c| if c.is_control() { ' ' } else { c }).collect()
-}
-
-/// What becomes readable when the client's process ends.
-fn process_of(stream: &UnixStream, who: &Credentials) -> std::io::Result<OwnedFd> {
-    use rustix::io::Errno;
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-    let by_number = || {
-        let pid = who.pid.here().and_then(|p| Pid::from_raw(p.cast_signed())).ok_or(Errno::SRCH)?;
-        Ok(pidfd_open(pid, PidfdFlags::empty())?)
-    };
-    match credentials::pidfd_of_peer(stream) {
-        // Kernels before 6.5 know only numbers.
-        Err(e) if Errno::from_io_error(&e) == Some(Errno::NOPROTOOPT) => by_number(),
-        opened => opened,
-    }
+    one_line(&text.chars().take(MAX_WORDS).collect::<String>())
 }
 
 fn random() -> std::io::Result<u128> {

@@ -10,12 +10,13 @@ use sha2::{Digest, Sha256};
 use wasmtime::component::Resource;
 
 use super::exported::fits;
-use super::{Order, lifecycle};
+use super::{Request, lifecycle};
 use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
 use crate::nrt::plane::{Plan, Plane};
 use crate::plugin::{Instance, Library, bounded};
+use crate::reverse::line;
 
 /// What the old plugin has at least for the call by which it serves on.
 const RESUMES: Duration = Duration::from_millis(500);
@@ -79,13 +80,13 @@ pub(super) struct Candidate {
 
 impl Candidate {
     /// LOAD: the gate of the first load, by another door.
-    pub fn load(runtime: &Runtime, order: &Order, parked: Option<&Parked>) -> Result<Candidate, String> {
+    pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
         let inner = &runtime.0;
         // Without one there would be nothing to exchange, after all had agreed.
         inner.forward.loaded()?;
-        let (loaded, kept) = match (&order.plugin, parked) {
+        let (loaded, kept) = match (request.plugin(runtime), parked) {
             (Some(path), _) => {
-                let loaded = forward::load(&inner.tenant, path, &inner.config.without_callbacks);
+                let loaded = forward::load(&inner.tenant, &path, &inner.config.without_callbacks);
                 (loaded.map_err(|e| e.sentinel)?, Vec::new())
             }
             (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),
@@ -107,10 +108,10 @@ impl Candidate {
             let new = match back {
                 Some((_, control, _)) => control.clone(),
                 None => {
-                    let logical = Some(plane.logical_core());
-                    let made = || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key);
+                    let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
+                    let made =
+                        || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key, client);
                     let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
-                    instance.peek(|s| s.client = core.client().cloned());
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
                         .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
@@ -144,7 +145,8 @@ impl Candidate {
         if old.wire_compat != new.wire_compat {
             return Err(about(format!(
                 "the connections that are handed over speak `{}` and the new plugin `{}`",
-                old.wire_compat, new.wire_compat
+                line(&old.wire_compat),
+                line(&new.wire_compat)
             )));
         }
         fits(&old.schema_name, old.state_schema, &new).map_err(about)?;

@@ -4,7 +4,7 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::{Ballot, Decision};
@@ -24,7 +24,8 @@ pub struct Order {
     pub tenant: String,
     /// What is replaced.
     pub kind: Kind,
-    /// The new plugin's file; `None` goes back to the one in probation.
+    /// The new plugin's file; `None` goes back to the one in probation. A name without a folder is looked up in the policy of a
+    /// tenant that has one, and is a file of the current folder else.
     pub plugin: Option<PathBuf>,
     /// Why it goes back.
     pub why: String,
@@ -113,15 +114,15 @@ pub fn status(tenant: &str) -> Result<Vec<Status>, Error> {
 
 fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
     let mut all = Vec::new();
-    for found in control::find(tenant)? {
+    let (found, passed_over) = control::find(tenant)?;
+    for found in found {
         match control::ask(&found, &Question::Status, &[]) {
             Ok((stream, Answer::Status(s))) if s.tenant == tenant => all.push((stream, s)),
             // A name that was shortened may be another's.
             Ok((_, Answer::Status(_))) => {}
             Ok(_) => return Err(refused(tenant, format!("pid {} answered something else than its status", found.pid))),
-            // Another user may call a tenant of his the same.
-            Err(MessageError::Stranger) => {}
-            // It has ended meanwhile.
+            // It has ended meanwhile, or left its socket behind.
+            Err(MessageError::Ended) => {}
             Err(_) if found.gone() => {}
             Err(e) => {
                 let stopped = if hw_bridge::peers::is_stopped(found.pid) { "; its process is stopped" } else { "" };
@@ -130,9 +131,13 @@ fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
         }
     }
     if all.is_empty() {
+        let passed_over: Vec<String> = passed_over.iter().map(|why| format!("; {why}")).collect();
         return Err(refused(
             tenant,
-            "no runtime of that name is open on this machine, for this user, with a control socket (WCCL_CONTROL=0 has none)",
+            format!(
+                "no runtime of that name is open on this machine, for this user, with a control socket (WCCL_CONTROL=0 has none){}",
+                passed_over.concat()
+            ),
         ));
     }
     all.sort_by_key(|(_, s)| (s.ranks.first().map(|r| r.0), s.pid));
@@ -163,9 +168,13 @@ pub fn cancel(tenant: &str) -> Result<usize, Error> {
 /// [`Error::System`].
 pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let tenant = &order.tenant;
-    let plugin = order.plugin.as_deref().map(absolute).transpose()?;
+    let folder = match order.plugin.as_deref().is_some_and(|p| !p.is_absolute()) {
+        true => std::env::current_dir()
+            .map_err(|source| Error::System { what: "finding the current folder".into(), source })?,
+        false => PathBuf::new(),
+    };
     let mut met = meet(tenant)?;
-    if plugin.is_none() {
+    if order.plugin.is_none() {
         // Whoever was opened since the swap has nothing to go back to. One that has not ended it yet is none of those.
         met.retain(|(_, s)| s.probation.is_some() || !s.swap.is_empty());
     }
@@ -181,8 +190,7 @@ pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let Some(fd) = ballot.fd() else { return Err(Error::Bug("a ballot that was just made has no descriptor".into())) };
     let pids: Vec<u32> = met.iter().map(|(_, s)| s.pid).collect();
     for (place, (stream, status)) in met.iter().enumerate() {
-        let order = Order { plugin: plugin.clone(), ..order.clone() };
-        let request = Request { id, place, pids: pids.clone(), order };
+        let request = Request { id, place, pids: pids.clone(), order: order.clone(), folder: folder.clone() };
         let why = match control::ask_on(stream, &Question::Swap(request), &[fd]) {
             Ok(Answer::Done) => continue,
             Ok(Answer::Refused(why)) => why,
@@ -198,10 +206,6 @@ pub fn coordinate(order: &Order) -> Result<Report, Error> {
     let committed = ballot.decision() == Some(Decision::Commit);
     let reason = if committed { String::new() } else { reason_of(&ballot, &members) };
     Ok(Report { id, committed, reason, members })
-}
-
-fn absolute(file: &Path) -> Result<PathBuf, Error> {
-    std::path::absolute(file).map_err(|source| Error::System { what: format!("finding {}", file.display()), source })
 }
 
 /// Hears from all participants. One that ends before the decision is a reason to give up at once.
@@ -231,7 +235,7 @@ fn hear(order: &Order, ballot: &Ballot, met: &[(UnixStream, Status)]) -> Vec<Res
             open.iter().zip(&fds).filter(|(_, f)| !f.revents().is_empty()).map(|(i, _)| *i).collect();
         for i in ready {
             let got = message::receive::<Outcome>(&met[i].0, 0, Instant::now() + MESSAGE_PATIENCE);
-            heard[i] = Some(got.map(|(outcome, _)| outcome).map_err(|e| {
+            heard[i] = Some(got.map(|(outcome, _)| outcome.shown()).map_err(|e| {
                 ballot.decide(Decision::Abort);
                 format!("it ended, or closed its socket, before it said what became of it ({e})")
             }));

@@ -6,6 +6,7 @@
 use sha2::{Digest, Sha256};
 
 use crate::bindings::exports::neuron::lifecycle::lifecycle::Description;
+use crate::reverse::line;
 
 #[derive(Debug)]
 pub(crate) struct Exported {
@@ -48,6 +49,7 @@ pub(super) fn fits(name: &str, schema: u32, reader: &Description) -> Result<(), 
     if name == reads_name && reads.contains(&schema) {
         return Ok(());
     }
+    let (name, reads_name) = (line(name), line(reads_name));
     Err(format!("the old plugin writes state of schema `{name}` {schema}, the new one reads `{reads_name}` {reads:?}"))
 }
 
@@ -72,6 +74,8 @@ mod tests {
             let why = format!("the old plugin writes state of schema `plan` 2, the new one reads {reads}");
             assert_eq!(refused(&sealed(), &reader, 5), why);
         }
+        let forged = plugin("plan\nERROR\u{2028}", 3, &[3]);
+        assert!(refused(&sealed(), &forged, 5).ends_with("the new one reads `plan ERROR ` [3]"));
         let longer = |e: &mut Exported| e.state.push(0);
         let damages: [fn(&mut Exported); 4] =
             [|e| e.state[4] ^= 1, |e| e.state.truncate(4), |e| e.sum[31] ^= 1, |e| e.state.clear()];

@@ -43,11 +43,13 @@ mod part;
 mod probation;
 
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use hw_bridge::ballot::{Ballot, Decision};
+use hw_bridge::shown::one_line;
 use serde::{Deserialize, Serialize};
 
 pub use coordinate::{Member, Order, Report, cancel, coordinate, status};
@@ -82,6 +84,20 @@ pub struct Request {
     pub pids: Vec<u32>,
     /// What is wanted.
     pub order: Order,
+    /// The folder of whoever asks, from which the plugin's file is reached.
+    pub folder: PathBuf,
+}
+
+impl Request {
+    /// The plugin as `runtime`'s tenant asks for it: a mere name is its policy's to look up, if it has one.
+    fn plugin(&self, runtime: &Runtime) -> Option<PathBuf> {
+        let named = |p: &Path| p.parent().is_some_and(|dir| dir.as_os_str().is_empty());
+        self.order.plugin.as_deref().map(|p| match runtime.0.tenant.policy.is_some() && named(p) {
+            true => p.to_path_buf(),
+            // One that begins at the root stays as it is.
+            false => self.folder.join(p),
+        })
+    }
 }
 
 /// What became of a swap on one participant.
@@ -100,6 +116,20 @@ pub enum Outcome {
     Possible(String),
     /// The old plugin serves; why.
     Kept(String),
+}
+
+impl Outcome {
+    /// As it may be shown: a participant's words are its own.
+    pub(crate) fn shown(self) -> Outcome {
+        match self {
+            Outcome::Swapped { generation, pause, ended } => {
+                let ended = ended.iter().map(|entry| one_line(entry)).collect();
+                Outcome::Swapped { generation, pause, ended }
+            }
+            Outcome::Possible(text) => Outcome::Possible(one_line(&text)),
+            Outcome::Kept(why) => Outcome::Kept(one_line(&why)),
+        }
+    }
 }
 
 /// What a runtime says of itself on its control socket.
@@ -125,6 +155,15 @@ pub struct Status {
     pub counts: Counts,
     /// What became of the last swap, in words.
     pub last: String,
+}
+
+impl Status {
+    /// As it may be shown: what a process says of itself are its own words.
+    pub(crate) fn shown(self) -> Status {
+        let [tenant, plugin, digest, swap, last] =
+            [&self.tenant, &self.plugin, &self.digest, &self.swap, &self.last].map(|text| one_line(text));
+        Status { tenant, plugin, digest, swap, last, ..self }
+    }
 }
 
 /// Counters of swaps.

@@ -155,7 +155,7 @@ impl Part<'_> {
         }
         // It stays where it is until the decision.
         let parked = lock(&self.runtime.0.swaps.state).parked.clone();
-        let mut candidate = Candidate::load(self.runtime, order, parked.as_ref())?;
+        let mut candidate = Candidate::load(self.runtime, request, parked.as_ref())?;
         drop(parked);
         self.goes_on()?;
         self.at(Step::Prepare)?;
@@ -432,9 +432,11 @@ impl Part<'_> {
     /// A net component: no lane runs by it, so there is nothing to bring to a stand but the calls of the library.
     fn net(&self, until: Instant) -> Result<Outcome, String> {
         let (order, inner) = (self.order, &self.runtime.0);
-        let Some(path) = &order.plugin else { return Err("a net plugin has no probation to go back from".into()) };
+        let Some(path) = self.request.plugin(self.runtime) else {
+            return Err("a net plugin has no probation to go back from".into());
+        };
         self.at(Step::Prepare)?;
-        let new = crate::net::prepare(&inner.tenant, path)?;
+        let new = crate::net::prepare(&inner.tenant, &path)?;
         let digest = digest_words(new.digest().as_bytes());
         self.ballot.vote(self.request.place, Vote { digest, wire: 0 });
         self.all_voted(until)?;

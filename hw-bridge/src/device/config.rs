@@ -3,6 +3,8 @@
 //!
 //! Nothing here reads the environment: the caller passes a look-up function once, and later changes have no effect.
 
+use std::ffi::OsString;
+
 use thiserror::Error;
 
 use super::pci::{Bdf, Nic};
@@ -320,7 +322,7 @@ impl DeviceConfig {
     }
 
     /// The server that the variables describe; `look_up` answers the value of a variable, if it is set. An empty value
-    /// counts as unset.
+    /// counts as unset, one that is no text does not.
     ///
     /// With neither an instance type nor a logical core size set, this is the project's default, one physical core per
     /// logical core; as soon as one of them is set, reverse-abi.md §4.3 decides.
@@ -328,15 +330,21 @@ impl DeviceConfig {
     /// # Errors
     /// [`DeviceError`] for a value that does not parse. What the values mean together is checked by
     /// [`DeviceModel::new`](super::DeviceModel::new).
-    pub fn from_vars(look_up: impl Fn(&str) -> Option<String>) -> Result<DeviceConfig, DeviceError> {
-        let var = |name: &str| look_up(name).map(|v| v.trim().to_owned()).filter(|v| !v.is_empty());
+    pub fn from_vars(look_up: impl Fn(&str) -> Option<OsString>) -> Result<DeviceConfig, DeviceError> {
+        let var = |name: &'static str| -> Result<Option<String>, DeviceError> {
+            let text = look_up(name).map(OsString::into_string).transpose().map_err(|bytes| {
+                let value = bytes.as_encoded_bytes().escape_ascii().to_string();
+                DeviceError::BadVariable { name, value, expected: "text in UTF-8" }
+            })?;
+            Ok(text.map(|v| v.trim().to_owned()).filter(|v| !v.is_empty()))
+        };
         let number = |name: &'static str, expected: &'static str| -> Result<Option<u32>, DeviceError> {
-            let Some(value) = var(name) else {
+            let Some(value) = var(name)? else {
                 return Ok(None);
             };
             value.parse().map(Some).map_err(|_| DeviceError::BadVariable { name, value, expected })
         };
-        let instance = var(FAKE_INSTANCE_TYPE).map(|value| parse_instance_type(&value)).transpose()?;
+        let instance = var(FAKE_INSTANCE_TYPE)?.map(|value| parse_instance_type(&value)).transpose()?;
         let logical_nc_config = number(LOGICAL_NC_CONFIG, "the number of physical cores per logical core")?;
         let virtual_core_size = number(VIRTUAL_CORE_SIZE, "the number of physical cores per logical core")?;
         let mut config = match instance {
@@ -349,7 +357,7 @@ impl DeviceConfig {
         }
         config.device_count = number(DEVICE_COUNT, "a number of accelerators")?;
         config.num_cores = number(NUM_CORES, "a number of cores, 0 for all")?.filter(|n| *n != 0);
-        config.visible_cores = var(VISIBLE_CORES).map(|value| parse_core_list(&value)).transpose()?;
+        config.visible_cores = var(VISIBLE_CORES)?.map(|value| parse_core_list(&value)).transpose()?;
         Ok(config)
     }
 
@@ -452,7 +460,7 @@ mod tests {
     use super::*;
 
     fn from(vars: &[(&str, &str)]) -> Result<DeviceConfig, DeviceError> {
-        DeviceConfig::from_vars(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+        DeviceConfig::from_vars(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| v.into()))
     }
 
     #[test]
@@ -467,6 +475,16 @@ mod tests {
         let config = from(&[(VIRTUAL_CORE_SIZE, "2")]).unwrap();
         assert_eq!((config.logical_nc_config, config.virtual_core_size), (None, Some(2)));
         assert_eq!(from(&[(FAKE_INSTANCE_TYPE, "trn2.48xlarge")]).unwrap().logical_nc_config, None);
+    }
+
+    #[test]
+    fn a_value_that_is_no_text_is_refused_by_name() {
+        use std::os::unix::ffi::OsStringExt;
+        for name in [FAKE_INSTANCE_TYPE, LOGICAL_NC_CONFIG, VIRTUAL_CORE_SIZE, DEVICE_COUNT, NUM_CORES, VISIBLE_CORES] {
+            let look_up = |asked: &str| (asked == name).then(|| OsString::from_vec(b"1\xff".to_vec()));
+            let e = DeviceConfig::from_vars(look_up).unwrap_err().to_string();
+            assert!(e.contains(&format!("{name} is \"1\\xff\", expected text in UTF-8")), "{e}");
+        }
     }
 
     #[test]

@@ -524,7 +524,7 @@ mod tests {
     }
 
     fn from(vars: &[(&str, &str)]) -> Result<DeviceModel, DeviceError> {
-        let look_up = |name: &str| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let look_up = |name: &str| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| v.into());
         DeviceModel::new(DeviceConfig::from_vars(look_up)?)
     }
 

@@ -41,7 +41,7 @@ use anyhow::{Context, Result, bail, ensure};
 use host_runtime::abort::AbortToken;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp};
+use host_runtime::{DataType, ReduceOp, vars};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use tests::events::{self, Events};
 
@@ -88,12 +88,13 @@ extern "C" fn report_and_exit(_: i32) {
 }
 
 fn number(name: &str) -> Result<usize> {
-    let text = std::env::var(name).with_context(|| format!("{name} is not set"))?;
+    let text = vars::variable(name)?.with_context(|| format!("{name} is not set"))?;
     text.parse().with_context(|| format!("{name}={text} is no number"))
 }
 
 fn optional(name: &str) -> Option<u64> {
-    std::env::var(name).ok()?.parse().ok()
+    let text = vars::variable(name).unwrap_or_else(|e| panic!("{e}"))?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
 fn say(line: &str) {
@@ -127,7 +128,7 @@ fn told(e: &anyhow::Error) -> String {
 fn run() -> Result<()> {
     let script = std::env::args().nth(1).unwrap_or_default();
     let (rank, n) = (number("RANK")?, number("WORLD_SIZE")?);
-    let root = std::env::var("NEURON_RT_ROOT_COMM_ID")?;
+    let root = vars::variable("NEURON_RT_ROOT_COMM_ID")?.context("NEURON_RT_ROOT_COMM_ID is not set")?;
     let segv = optional("FAULT_SEGV").is_some();
     if segv {
         let handler = report_and_exit as extern "C" fn(i32) as usize;

@@ -5,13 +5,14 @@ use std::io::Write;
 
 use anyhow::{Context, Result, bail, ensure};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp};
+use host_runtime::{DataType, ReduceOp, vars};
 
 fn number(name: &str) -> Result<usize> {
-    std::env::var(name)
-        .with_context(|| format!("{name} is not set"))?
-        .parse()
-        .with_context(|| format!("{name} is no number"))
+    variable(name)?.parse().with_context(|| format!("{name} is no number"))
+}
+
+fn variable(name: &str) -> Result<String> {
+    vars::variable(name)?.with_context(|| format!("{name} is not set"))
 }
 
 fn say(line: &str) {
@@ -30,7 +31,7 @@ fn main() {
 fn run() -> Result<()> {
     let mode = std::env::args().nth(1).unwrap_or_default();
     let (rank, n) = (number("RANK")?, number("WORLD_SIZE")?);
-    let root = std::env::var("NEURON_RT_ROOT_COMM_ID")?;
+    let root = variable("NEURON_RT_ROOT_COMM_ID")?;
     let mut config = RuntimeConfig::from_env()?;
     config.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
     let runtime = Runtime::open(config)?;
@@ -132,7 +133,7 @@ fn tally(comm: &mut Communicator) -> Result<()> {
 
 /// Runs until the file UNTIL is there, on all ranks; then says what operations and control calls come to.
 fn outlive(comm: &mut Communicator) -> Result<()> {
-    let until = std::env::var("UNTIL")?;
+    let until = variable("UNTIL")?;
     let mut seen = [0u8];
     comm.barrier()?;
     say("warm");
@@ -181,7 +182,7 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
         std::process::exit(0);
     }
     let t = comm.tensor(4096)?;
-    if std::env::var("AT_ONCE").is_err() {
+    if vars::variable("AT_ONCE")?.is_none() {
         // The first one connects every pair.
         comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max)?;
         say("running");
@@ -194,7 +195,7 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
     if number("LATE").is_ok_and(|r| r == rank) {
         std::thread::sleep(std::time::Duration::from_millis(2500));
     }
-    for list in std::env::var("EXCLUDE")?.split(';') {
+    for list in variable("EXCLUDE")?.split(';') {
         let excluded: Vec<usize> = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
         match comm.shrink(&excluded) {
             Err(e) => say(&format!("shrink: {e}")),

@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::swap::{Fault, Step};
-use host_runtime::{DataType, ReduceOp};
+use host_runtime::{DataType, ReduceOp, vars};
 use tests::reduction;
 
 fn say(line: &str) {
@@ -23,7 +23,7 @@ fn say(line: &str) {
 }
 
 fn variable(name: &str) -> Result<String> {
-    std::env::var(name).with_context(|| format!("{name} is not set"))
+    vars::variable(name)?.with_context(|| format!("{name} is not set"))
 }
 
 fn fault(text: &str) -> Result<(Step, Fault)> {
@@ -66,7 +66,7 @@ fn run() -> Result<()> {
     let mut config = RuntimeConfig::from_env()?;
     config.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
     config.tenant = variable("SWAP_TENANT")?;
-    if let Ok(text) = std::env::var("SWAP_FAULT") {
+    if let Some(text) = vars::variable("SWAP_FAULT")? {
         config.swap_faults.push(fault(&text)?);
     }
     let runtime = Runtime::open(config)?;

@@ -106,7 +106,7 @@ fn a_limit_of_threads_is_named() {
         return;
     }
     // That user has no secret of its own here.
-    let vars = [("WCCL_CACHE_DIR", ""), ("WCCL_JOB_SECRET", "of a user without a home")];
+    let vars = [("WCCL_CACHE_DIR", "off"), ("WCCL_JOB_SECRET", "of a user without a home")];
     let e = Rank::start(c, 0, 1, &free_root(), &vars).error();
     has(&e, &["RLIMIT_NPROC (threads and processes of this user) is 1", "ulimit -u"]);
 }

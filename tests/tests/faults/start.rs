@@ -26,7 +26,7 @@ fn a_world_of_two_with_one_rank_says_who_is_missing() {
 }
 
 /// A plugin that does not load on one rank: that rank says why at once. It never reaches the group, so the others learn by
-/// their deadline who is missing; a launcher ends them at once (`wccl run`, see cli/tests/launch.rs).
+/// their deadline who is missing; a launcher ends them at once (`wccl run`, see cli/tests/program/launch.rs).
 #[test]
 fn a_rank_whose_plugin_does_not_load_says_why_and_is_missed_by_the_others() {
     let broken = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("broken-{}.wasm", std::process::id()));
@@ -365,7 +365,7 @@ fn a_job_without_a_secret_says_where_one_may_come_from() {
     let of = |vars: &[(&'static str, &str)]| {
         some(1, &free_root(), &[0], |_| vars.iter().map(|(k, v)| (*k, v.to_string())).collect())[0].error()
     };
-    let e = of(&[("WCCL_JOB_SECRET", ""), ("WCCL_JOB_SECRET_FILE", ""), ("WCCL_CACHE_DIR", "")]);
+    let e = of(&[("WCCL_JOB_SECRET", ""), ("WCCL_JOB_SECRET_FILE", ""), ("WCCL_CACHE_DIR", "off")]);
     has(&e, &["WCCL_JOB_SECRET and WCCL_JOB_SECRET_FILE are not set", "the user's own", "the same on all ranks"]);
     let e = of(&[("WCCL_JOB_SECRET", "too short")]);
     has(&e, &["WCCL_JOB_SECRET holds 9 bytes; a job's secret has at least 16"]);

@@ -16,6 +16,8 @@
 
 use std::time::Duration;
 
+use hw_bridge::shown::one_line;
+
 use super::listed;
 use super::signature::SIGNATURE_BYTES;
 use crate::limits::ID_BYTES;
@@ -106,7 +108,7 @@ impl Refusal {
         let (a, b) = (word(0), word(4));
         let text = || {
             let text = String::from_utf8_lossy(&room[8..]);
-            text.trim_end_matches('\0').chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+            one_line(text.trim_end_matches('\0'))
         };
         match code {
             DIFFER if a < n && b < n => Refusal::Differ(a, b),

@@ -1,18 +1,17 @@
 //! Two releases of the transport. A running communicator goes from one to the other and back, and keeps its bootstrap
 //! connections; whatever needs them works on the new instance.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{bytes_of, config, plugin_file, release, values_of, world};
 use host_runtime::nrt::{Communicator, Io, RuntimeConfig};
 use host_runtime::swap::{Order, Report, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
+
+use crate::common::{bytes_of, config, plugin_file, release, values_of, world};
 
 /// A tenant of the test's own, whose ranks are threads.
 fn tenant(name: &str) -> RuntimeConfig {

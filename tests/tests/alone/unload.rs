@@ -1,11 +1,9 @@
-//! Loading, using and unloading a plugin again and again leaves memory and descriptors flat. The one test of this binary: it
-//! reads numbers of the whole process, and a test binary runs its tests as threads of one.
+//! Loading, using and unloading a plugin again and again leaves memory and descriptors flat.
 
-mod common;
-
-use common::{config, free_port};
 use host_runtime::DataType;
 use host_runtime::nrt::{CommOptions, Io, Runtime};
+
+use crate::common::{config, free_port};
 
 /// Rounds before the first look: allocators and the engine keep what they will use again.
 const WARM: usize = 40;
@@ -34,6 +32,7 @@ fn round() {
 
 #[test]
 fn loading_using_and_unloading_leaves_memory_and_descriptors_flat() {
+    let _alone = crate::alone();
     for _ in 0..WARM {
         round();
     }

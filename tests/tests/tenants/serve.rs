@@ -1,16 +1,12 @@
 //! The service: tenants' processes that move data through memory it grants, and everything that may go wrong between them.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, start, start_at};
-use common::{PluginFile, config, free_port, plugin_file, world};
 use host_runtime::abort::AbortToken;
 use host_runtime::metrics::{FAMILIES, Usage};
 use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
@@ -19,8 +15,10 @@ use host_runtime::swap::{Kind, Order, Outcome, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
 use hw_bridge::share::Market;
-use tests::events::{self, Events};
 use tests::zoo;
+
+use crate::common::ranks::{Rank, start, start_at};
+use crate::common::{PluginFile, config, free_port, plugin_file, world};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -87,7 +85,7 @@ impl Place {
 
     fn config(&self) -> ServeConfig {
         let (policies, sockets) = (self.0.join("policies"), self.0.join("sockets"));
-        ServeConfig { policies, sockets, base: config(), market: None, identify }
+        ServeConfig { policies, sockets, base: config(), market: None, allow_own_user: true, identify }
     }
 
     fn serve(&self) -> Server {
@@ -533,12 +531,7 @@ fn another_user_and_another_tenants_socket_are_refused() {
 /// Strangers who come again and again get their answer, and fill neither the log nor the tenant's connections.
 #[test]
 fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
-    static LINES: AtomicUsize = AtomicUsize::new(0);
-    let count = |e: &tracing::Event<'_>| {
-        let named = events::message(e).contains("one of tenant flooded");
-        LINES.fetch_add(usize::from(named), Ordering::Relaxed);
-    };
-    tracing::subscriber::set_global_default(Events(tracing::Level::WARN, count)).unwrap();
+    crate::keep_log();
     let me = rustix::process::geteuid().as_raw();
     let place = Place::new("crowd", &[("flooded", &[0], "[service]\nclients = 1\n")]);
     static STRANGE: AtomicBool = AtomicBool::new(true);
@@ -553,7 +546,7 @@ fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
         let e = refusal(&place.socket("flooded"), config());
         assert!(e.contains(&format!("user {} is not one of tenant flooded", me + 1)), "{e}");
     }
-    let lines = LINES.load(Ordering::Relaxed);
+    let lines = crate::logged(&["one of tenant flooded"]).len();
     let most = hw_bridge::limits::REFUSALS_LOGGED as usize * (begun.elapsed().as_secs() as usize + 2);
     assert!((1..=most.min(crowd - 1)).contains(&lines), "{lines} lines, {most} may be");
     STRANGE.store(false, Ordering::Relaxed);
@@ -673,4 +666,50 @@ fn tenants_that_may_listen_at_one_place_are_not_served() {
     // Nothing is left of it: with ports of its own the tenant is served.
     std::fs::write(&policy, text).unwrap();
     place.serve();
+}
+
+/// A tenant's program that runs as the service's own user can read all that the service has: that is asked for, never assumed.
+#[test]
+fn the_services_own_user_is_served_only_where_that_was_asked_for() {
+    let me = rustix::process::geteuid().as_raw();
+    let (other, both) =
+        (format!("[service]\nuids = [{}]\n", me + 1), format!("[service]\nuids = [{}, {me}]\n", me + 1));
+    for (blue, how) in [("", "names no users in service.uids"), (&both, "names that one in service.uids")] {
+        let place = Place::new("own-user", &[("red", &[0], &other), ("blue", &[1], blue)]);
+        let strict = ServeConfig { allow_own_user: false, ..place.config() };
+        let e = Server::start(&strict).map(|_| ()).unwrap_err().to_string();
+        let who = format!("tenant blue: its programs would run as the service's own user ({me})");
+        assert!(e.contains(&who) && e.contains(how) && e.contains("--allow-own-user"), "{e}");
+        assert!(!place.socket("red").exists());
+        drop(place.serve());
+    }
+    let place = Place::new("own-user", &[("red", &[0], &other)]);
+    Server::start(&ServeConfig { allow_own_user: false, ..place.config() }).unwrap();
+}
+
+/// An editor that has a policy open leaves a link to nowhere beside it, and copies of another state.
+#[test]
+fn what_editors_leave_beside_a_policy_keeps_no_service_from_starting() {
+    let place = Place::new("editors", &[("red", &[0], "")]);
+    let policies = place.0.join("policies");
+    std::os::unix::fs::symlink("somebody@somewhere.4711:1", policies.join(".#red.toml")).unwrap();
+    for copy in ["red.toml~", "#red.toml#", ".red.toml.swp", "#red.toml"] {
+        std::fs::write(policies.join(copy), "half a pol").unwrap();
+    }
+    let server = place.serve();
+    assert_eq!(server.tenants().map(|t| t.0).collect::<Vec<_>>(), ["red"]);
+}
+
+/// A name is the policy's to look up, wherever the operator stands; a path is a path.
+#[test]
+fn a_swap_names_a_plugin_as_the_policy_does() {
+    let place = Place::new("named", &[("named", &[0], "")]);
+    let _server = place.serve();
+    let order = |plugin: &str| Order { probation: Duration::ZERO, ..Order::transport("named", plugin) };
+    let report = coordinate(&order("nccom-next.wasm")).unwrap();
+    assert!(report.committed, "{report:?}");
+    let report = coordinate(&order("nccom-other.wasm")).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not listed"), "{report:?}");
+    let report = coordinate(&order("./nccom.wasm")).unwrap();
+    assert!(!report.committed && report.reason.contains("which is not a name in its directory"), "{report:?}");
 }

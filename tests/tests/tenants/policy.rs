@@ -1,22 +1,21 @@
 //! Tenants: what a policy grants, and that nothing else is had. A tenant that is refused does not disturb another in the same
 //! process.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
-use common::{bytes_of, free_port, values_of};
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::plugin::signing::SecretKey;
 use host_runtime::policy::Policy;
 use host_runtime::{DataType, ReduceOp};
-use tests::events::{self, Events};
+use hw_bridge::shown::stands;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
+
+use crate::common::{bytes_of, free_port, plugin_file, values_of};
 
 /// A folder of plugins, gone when dropped.
 struct Folder(PathBuf);
@@ -57,7 +56,7 @@ impl Drop for Folder {
 
 fn open(policy: Arc<Policy>, plugin: impl AsRef<Path>) -> Runtime {
     let plugin = Some(plugin.as_ref().to_path_buf());
-    Runtime::open(RuntimeConfig { plugin, policy: Some(policy), ..common::config() }).unwrap()
+    Runtime::open(RuntimeConfig { plugin, policy: Some(policy), ..crate::common::config() }).unwrap()
 }
 
 fn refusals(rt: &Runtime) -> BTreeMap<&'static str, u64> {
@@ -134,7 +133,7 @@ fn a_plugin_comes_from_its_tenants_directory_under_a_listed_name() {
     }
     // The net plugin goes the same way; that it is refused is a soft failure, and counted.
     let net_plugin = Some(outside.0.join("plugin.wasm"));
-    let config = RuntimeConfig { plugin: Some("plugin.wasm".into()), net_plugin, ..common::config() };
+    let config = RuntimeConfig { plugin: Some("plugin.wasm".into()), net_plugin, ..crate::common::config() };
     let rt = Runtime::open(RuntimeConfig { policy: Some(policy()), ..config }).unwrap();
     assert!(rt.load_error().is_none() && refusals(&rt)["plugins.allow"] == 1);
 }
@@ -187,7 +186,7 @@ fn a_pinned_or_signed_plugin_is_the_one_that_was_meant() {
 fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let reached = port.local_addr().unwrap().port();
-    let (listened, topo) = (free_port(), common::plugin_file("topology", b"<system/>"));
+    let (listened, topo) = (free_port(), plugin_file("topology", b"<system/>"));
     let plugin = driver(|p| {
         let (set, at) = loopback(reached);
         let connect = format!("{set} (call $sockets.connect {at} (i32.const 5000) (i32.const {REPLY}))");
@@ -214,7 +213,7 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     let all = "[devices]\ncores = [0, 1]\nhbm = \"64 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.0/8:*\"]\n[files]\nread = [\"NCCL_TOPO_FILE\"]";
     let opened = |tenant: &str, more: &str| {
         let policy = Some(folder.policy(tenant, &format!("{ONE}\n{more}")));
-        let mut config = RuntimeConfig { plugin: Some("plugin.wasm".into()), policy, ..common::config() };
+        let mut config = RuntimeConfig { plugin: Some("plugin.wasm".into()), policy, ..crate::common::config() };
         config.vars.insert("NCCL_TOPO_FILE".into(), topo.path().to_str().unwrap().into());
         let rt = Runtime::open(config).unwrap();
         assert!(rt.load_error().is_none(), "{}", rt.load_error().unwrap().sentinel);
@@ -327,11 +326,12 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
 /// instance stopped, and that they ended.
 #[test]
 fn lines_about_tasks_are_tagged_and_within_the_rate() {
-    static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
-    let keep = |e: &tracing::Event<'_>| LINES.lock().unwrap().push(events::fields(e));
-    tracing::subscriber::set_global_default(Events(tracing::Level::INFO, keep)).unwrap();
+    crate::keep_log();
     let plugin = driver(|p| {
-        let (line, printed) = (p.text("a line of its own"), p.text("a line for the kernel"));
+        // What follows would be a line of somebody else's.
+        let forged = "\r\nERROR forged\u{2028}\u{85}\u{202e}\x1b[2J";
+        let (line, printed) =
+            (p.text(&format!("a line of its own{forged}")), p.text(&format!("a line for the kernel{forged}")));
         let prints = format!("(call $nec.nec-ndl-printk {printed} (i32.const 0))");
         p.body("run", format!("(call $log.write (i32.const 1) {line}) {prints} unreachable"));
         let kind = p.text("idle");
@@ -350,26 +350,25 @@ fn lines_about_tasks_are_tagged_and_within_the_rate() {
             }
         }
         assert_eq!(rt.tenant().counters.tasks(), tasks);
-        let lines = LINES.lock().unwrap().clone();
-        let with = |words: &[&str]| {
-            let of = format!(" tenant={tenant}");
-            let has = |l: &&String| l.contains(&of) && words.iter().all(|w| l.contains(w));
-            lines.iter().filter(has).count() as u64
-        };
+        let refused = refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        // What was dropped last is told with the tenant's end.
+        drop(rt);
+        let lines = crate::logged(&[&format!(" tenant={tenant}")]);
+        assert!(lines.iter().flat_map(|l| l.chars()).all(stands), "{lines:?}");
+        let with = |words: &[&str]| lines.iter().filter(|l| words.iter().all(|w| l.contains(w))).count() as u64;
         let seen = [
             with(&["a line of its own"]),
             with(&["a line for the kernel"]),
             with(&["plugin stopped", " plugin=plugin.wasm"]),
             with(&["a background task ended", " task=idle"]),
         ];
-        let told = with(&["log lines of a plugin were dropped; limits.log-lines grants 0 a second"]);
-        let refused = refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        let told = with(&["log lines of plugins were dropped; limits.log-lines grants 0 a second"]);
         if rate > 0 {
             assert_eq!((seen, told, refused), ([tasks; 4], 0, 0), "{lines:#?}");
         } else {
             assert_eq!((seen, refused), ([0; 4], 4 * tasks), "{lines:#?}");
-            // Of each instance's own rate when it ends.
-            assert!(told >= tasks, "{lines:#?}");
+            // Of the plugins' lines and of the host's.
+            assert!(told >= 2, "{lines:#?}");
         }
     }
 }

@@ -4,15 +4,14 @@
 //! the ring sums in its own order and rounds after each step, and is held to the bound that follows from it. Every rank
 //! compares its own result with the same expectation, so that all ranks have the same bits.
 
-mod common;
-#[path = "exact/scalar.rs"]
 mod scalar;
 
-use common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use scalar::{Codec, layout, reduced};
+
+use crate::common::{config, world};
 
 /// Largest count of the exhaustive part.
 const MOST: usize = 4097;

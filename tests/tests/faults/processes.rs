@@ -1,14 +1,13 @@
 //! Ranks as processes: bootstrap over modelled servers, deaths, ranks that never come, and what is left behind.
 
-mod common;
-
 use std::collections::HashSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, spawn, start, start_at};
-use common::{config, free_port, world};
 use host_runtime::nrt::{CommOptions, Runtime};
+
+use crate::common::ranks::{Rank, spawn, start, start_at};
+use crate::common::{config, free_port, world};
 
 /// Small modelled servers: one trn1 accelerator of two cores each.
 const SMALL: [(&str, &str); 3] = [
@@ -64,7 +63,7 @@ fn a_group_that_fits_one_server_is_flat() {
 #[test]
 fn a_group_by_id_is_flat_even_beyond_one_server() {
     let mut c = config();
-    let vars = |name: &str| SMALL.iter().find(|v| v.0 == name).map(|v| v.1.to_string());
+    let vars = |name: &str| SMALL.iter().find(|v| v.0 == name).map(|v| v.1.into());
     c.device = hw_bridge::device::DeviceConfig::from_vars(vars).unwrap();
     c.virtual_server_size = 2;
     let maker = Runtime::open(c.clone()).unwrap();

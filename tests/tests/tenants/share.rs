@@ -1,17 +1,16 @@
 //! Tenants of one machine that take turns: right results, no deadlock, no time-out that only load would explain.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{bytes_of, config, values_of, world};
 use host_runtime::nrt::{Io, Runtime, RuntimeConfig};
 use host_runtime::policy::{Rate, Share};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::limits::MARKET_TENANTS;
 use hw_bridge::share::{self, Market, Terms};
+
+use crate::common::{bytes_of, config, values_of, world};
 
 /// A tenant with that share.
 fn tenant(tenant_id: u64, share: Share) -> RuntimeConfig {

@@ -1,17 +1,16 @@
 //! Proofs of the contract: a plugin may trap, be replaced, be aborted or be slow, and data in flight does not notice.
 
-mod common;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::{bytes_of, config, plugin_file, values_of, world};
 use host_runtime::bindings::exports::neuron::nccom::collectives::CommInfo;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
+
+use crate::common::{bytes_of, config, plugin_file, values_of, world};
 
 /// One all-reduce of ones over `comm`, checked.
 fn reduce_ones(comm: &mut Communicator, t: &Tensor) {

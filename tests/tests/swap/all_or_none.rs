@@ -3,8 +3,6 @@
 //! Ranks are threads with a runtime of their own ([`Job`]), which control sockets tell apart as they do processes; where one is
 //! stopped or killed they are processes of the program `swap_rank`.
 
-mod common;
-
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -13,12 +11,13 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, spawn};
-use common::{PluginFile, config, free_port, plugin_file};
 use host_runtime::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::swap::{self, Fault, Kind, Order, Outcome, Report, Step, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use tests::{reduction, zoo};
+
+use crate::common::ranks::{Rank, spawn};
+use crate::common::{PluginFile, config, free_port, plugin_file};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(60);

@@ -1,15 +1,14 @@
 //! Operations in the background: several in flight on several streams, beside blocking calls; their buffers come back.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{bytes_of, config, values_of, world};
 use host_runtime::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::flight::State;
 use hw_bridge::reduce;
+
+use crate::common::{bytes_of, config, values_of, world};
 
 fn output(buffers: Buffers) -> Vec<u8> {
     match buffers {

@@ -1,11 +1,9 @@
 //! `wccl bench` as a user runs it: what it explains, measures, writes and draws. No speed is asserted.
 
-mod common;
-
 use std::path::Path;
 use std::process::Output;
 
-use common::{Dir, has, said, wccl};
+use crate::common::{Dir, has, said, wccl};
 
 fn bench(args: &[&str], vars: &[(&str, &Path)]) -> Output {
     wccl().arg("bench").args(args).envs(vars.iter().copied()).output().unwrap()

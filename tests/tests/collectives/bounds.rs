@@ -3,14 +3,13 @@
 //! Private buffers lie against pages that may not be accessed, so that a touch ends the test program with SIGSEGV. In
 //! device memory, where peers reach a whole arena, the bytes around a buffer are compared.
 
-mod common;
-
-use common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::error::Error;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+use crate::common::{config, world};
 
 const PAGE: usize = 4096;
 

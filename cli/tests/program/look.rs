@@ -1,12 +1,11 @@
 //! `wccl top` and `wccl info`: what an operator asks of ranks and of the machine.
 
-mod common;
-
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{has, said, wccl};
 use serde_json::Value;
+
+use crate::common::{has, said, wccl};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(60);
@@ -100,4 +99,28 @@ fn info_says_what_this_process_may_use() {
     has(row("shared memory"), &["memory of the machine: ", " bytes", "memory.max", "RLIMIT_FSIZE", "not of /dev/shm"]);
     // As the variable has it.
     has(row("family"), &["trn1.32xlarge ("]);
+}
+
+/// Above all a policy must not be left out because its name cannot be read.
+#[test]
+fn a_variable_that_cannot_be_read_is_an_error_that_names_it() {
+    use std::os::unix::ffi::OsStrExt;
+    let bytes = std::ffi::OsStr::from_bytes(b"/none/\xff");
+    for name in [
+        "WCCL_POLICY",
+        "WCCL_WAIT",
+        "WCCL_TIMEOUT_MS",
+        "WCCL_LOG",
+        "WCCL_LOG_FORMAT",
+        "NEURON_RT_VISIBLE_CORES",
+        "NEURON_CCOM_SOCK_TIMEOUT",
+        "CCOM_SOCKET_IFNAME",
+    ] {
+        let out = wccl().arg("info").env(name, bytes).output().unwrap();
+        assert!(!out.status.success(), "{name}: {}", said(&out));
+        has(&said(&out), &[name]);
+    }
+    // Where a path is meant, its bytes are the path.
+    let out = wccl().arg("info").env("WCCL_PLUGIN", bytes).output().unwrap();
+    has(&said(&out), &["/none/"]);
 }

@@ -1,19 +1,18 @@
-//! What is measured on the whole process: the one test of this binary runs with no other beside it. A test binary runs its
-//! tests as threads of one process, so a second test here would be counted along.
-
-mod common;
+//! An init that is aborted while it waits: at once, and with nothing left.
 
 use std::time::{Duration, Instant};
 
-use common::{config, free_port};
 use host_runtime::abort::AbortToken;
 use host_runtime::nrt::{CommOptions, Runtime};
+
+use crate::common::{config, free_port};
 
 /// An init that waits in accept is ended from another thread, at once.
 ///
 /// Proves INV-24.
 #[test]
 fn an_init_blocked_in_accept_is_aborted_from_another_thread() {
+    let _alone = crate::alone();
     let runtime = Runtime::open(config()).unwrap();
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let token = AbortToken::new().unwrap();

@@ -1,18 +1,17 @@
 //! Collectives end to end: the real plugin, bootstrap over loopback, links, native schedules. Every result is compared with
 //! an independent reference.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{config, releases, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
 use hw_bridge::reduce;
+
+use crate::common::{config, releases, world};
 
 /// Input of `rank`: any bytes do, the reference computes with the same.
 fn input(rank: usize, seed: u64, bytes: usize) -> Vec<u8> {

@@ -2,8 +2,11 @@
 
 use std::process::Command;
 
+use crate::support::alone;
+
 #[test]
 fn a_short_soak_finds_no_fault() {
+    let _alone = alone();
     let out = Command::new(env!("CARGO_BIN_EXE_soak")).args(["--seconds", "20", "--seed", "1"]).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(out.status.success(), "{text}{}", String::from_utf8_lossy(&out.stderr));
@@ -24,6 +27,7 @@ fn wrong_calls_are_refused() {
 /// The soak itself can fail: a rank that dies by another hand is a fault, and the seed is said.
 #[test]
 fn a_death_that_was_not_planned_is_a_fault() {
+    let _alone = alone();
     let soak = Command::new(env!("CARGO_BIN_EXE_soak"))
         .args(["--seconds", "60", "--seed", "3", "--ranks", "3"])
         .stdout(std::process::Stdio::piped())

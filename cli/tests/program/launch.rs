@@ -1,14 +1,12 @@
 //! The program `wccl` as a launcher, when something goes wrong: one rank fails, and the group ends at once with its name and
 //! its reason. docs/faults.md lists what is asserted here.
 
-mod common;
-
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{has, said, wccl};
+use crate::common::{has, said, wccl};
 
 /// What the launcher may take on a loaded machine; the ranks that are to be ended would sleep far longer.
 const SOON: Duration = Duration::from_secs(30);

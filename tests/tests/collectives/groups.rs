@@ -1,19 +1,18 @@
 //! Communicators of some of a communicator's ranks: replica groups and their pool, split, shrink after a failure.
 
-mod common;
-
 use std::process::Command;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::ranks::{Rank, start};
-use common::{bytes_of, config, plugin_file, values_of, world};
 use host_runtime::error::Error;
 use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
+
+use crate::common::ranks::{Rank, start};
+use crate::common::{bytes_of, config, plugin_file, values_of, world};
 
 /// Sums the ranks of the parent over `comm`, in a tensor of whatever communicator; answers the sum.
 fn sum_of(comm: &mut Communicator, t: &Tensor, mine: usize) -> f32 {

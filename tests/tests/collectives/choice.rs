@@ -1,15 +1,14 @@
 //! The choice of algorithms as ranks meet: one table for all, or an error that says so.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{bytes_of, config, free_port, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::enc::table::Table;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
+
+use crate::common::{bytes_of, config, free_port, world};
 
 fn reduce(comm: &mut Communicator, count: u64) -> Result<(), Error> {
     let t = comm.tensor(count * 4)?;

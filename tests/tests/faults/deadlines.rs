@@ -1,16 +1,15 @@
 //! Deadlines of single calls: given back after them, and sound at both ends of what a duration can say.
 
-mod common;
-
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use common::{config, world};
 use host_runtime::DataType;
 use host_runtime::error::Error;
 use host_runtime::nrt::{Io, Peers, RuntimeConfig};
 use host_runtime::status::Status;
 use hw_bridge::flight::State;
+
+use crate::common::{config, world};
 
 /// No time at all is a time-out at once, with the sentence of any other, in a call and on a stream.
 #[test]

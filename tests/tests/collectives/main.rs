@@ -1,0 +1,21 @@
+//! What programs compute: every operation, algorithm, type and size, in groups of every kind. Ranks are threads of this
+//! process, each with a runtime of its own.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `bounds` | no byte outside of a buffer is touched, no count is too large |
+//! | `choice` | the choice of algorithms as ranks meet |
+//! | `end_to_end` | each operation from the bootstrap to the result |
+//! | `exact` | every type and size, bit for bit |
+//! | `groups` | replica groups, split, shrink |
+//! | `streams` | operations in the background |
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod bounds;
+mod choice;
+mod end_to_end;
+mod exact;
+mod groups;
+mod streams;

@@ -1,0 +1,14 @@
+//! A plugin that is replaced, traps, hangs or is slow, under operations that do not notice.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `all_or_none` | the protocol of a swap, and whatever may go wrong with it on any rank |
+//! | `proofs` | a plugin may trap, be aborted or be slow |
+//! | `releases` | from one release of the transport to another and back |
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod all_or_none;
+mod proofs;
+mod releases;
