@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
@@ -110,6 +111,14 @@ impl Group {
         }
         Ok(Rank { rank, child, handle })
     }
+}
+
+/// Variables of ranks that a service serves. Its policy says where a tenant's root may listen: a place that the user has chosen goes
+/// before a free one of the machine's.
+pub fn served(service: &Path) -> Vec<(&'static str, OsString)> {
+    const ROOT: &str = "NEURON_RT_ROOT_COMM_ID";
+    let chosen = std::env::var_os(ROOT).filter(|root| !root.is_empty());
+    [("WCCL_SERVICE", service.into())].into_iter().chain(chosen.map(|root| (ROOT, root))).collect()
 }
 
 /// The variables of a group that programs of this kind read, with ports that were free a moment ago.

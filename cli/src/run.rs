@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use crate::launcher::Group;
+use crate::launcher::{self, Group};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -11,7 +11,7 @@ Examples:
   wccl run -r 2 --tag -- sh -c 'echo rank $RANK of $WORLD_SIZE'
 
 Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NEURON_RT_ROOT_COMM_ID (another port than \
-MASTER_PORT) and, unless it is set, CCOM_SOCKET_IFNAME=lo and a random WCCL_JOB_SECRET, by which the ranks know one another. Rank 0 reads stdin, the others read nothing.
+MASTER_PORT, and with a service the one that is set, if one is: it must be one that the tenant may listen on) and, unless it is set, CCOM_SOCKET_IFNAME=lo and a random WCCL_JOB_SECRET, by which the ranks know one another. Rank 0 reads stdin, the others read nothing.
 
 When a rank fails, the others get SIGTERM and two seconds later SIGKILL, and the failed one is named. The same happens when \
 wccl itself ends, by Ctrl-C or any signal, SIGKILL included. Not covered: processes that a rank started and that do not end with it.
@@ -46,7 +46,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         ranks: args.ranks as usize,
         program: program.clone(),
         args: rest.to_vec(),
-        vars: args.service.iter().map(|s| ("WCCL_SERVICE", s.clone().into_os_string())).collect(),
+        vars: args.service.as_deref().map(launcher::served).unwrap_or_default(),
         tag: args.tag,
         stdin: true,
     };

@@ -14,7 +14,7 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
-use crate::launcher::Group;
+use crate::launcher::{self, Group};
 use crate::{bench, demo, explain, peer, tune};
 
 /// Options of every subcommand that starts ranks of its own.
@@ -86,7 +86,7 @@ pub fn launch(ranks: &Ranks, job: &Job, log: Option<&str>) -> anyhow::Result<()>
         vars.push(("WCCL_PLUGIN", plugin.clone().into_os_string()));
     }
     if let Some(service) = &ranks.service {
-        vars.push(("WCCL_SERVICE", service.clone().into_os_string()));
+        vars.extend(launcher::served(service));
     }
     if let Some(algorithm) = ranks.algo {
         vars.push(("WCCL_ALGO", algorithm.name().into()));

@@ -14,6 +14,7 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -318,7 +319,11 @@ fn run(tenants: &Tenants, script: &[u8]) -> Result<()> {
     let tenant = tenants.driven.tenant();
     let open = Open::now()?;
     let refused = tenant.counters.refusals();
-    let comm = tenants.driven.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
+    // An id serves once.
+    static IDS: AtomicU64 = AtomicU64::new(1);
+    let mut id = [1; 128];
+    id[28..36].copy_from_slice(&IDS.fetch_add(1, Ordering::Relaxed).to_le_bytes());
+    let comm = tenants.driven.init_comm(CommOptions::with_id(id, 0, 1))?;
     let registers = HashMap::from([(1, Arc::new(IncrementRegister::recording(4)))]);
     let sizes = Arc::new(Mutex::new(HostMem::new(1)?));
     let lock = "nothing has panicked with it";

@@ -16,6 +16,7 @@
 //! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `host_runtime::hw`, `reverse` and `net` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
 //! | `links` | both ends of a link | `hw_bridge::links` |
+//! | `handshake` | who dials a bootstrap socket, or answers there | `host_runtime::hw`, the handshake |
 //! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
 //! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |
 //! | `policy` | a tenant's policy | `host_runtime::policy` |
@@ -60,7 +61,7 @@ const fn target(name: &'static str, run: fn(&[u8]), changes: usize) -> Target {
 }
 
 /// All of them.
-pub const TARGETS: [Target; 18] = [
+pub const TARGETS: [Target; 19] = [
     target("table", choice::table, 3000),
     target("schedule", choice::schedule, 3000),
     target("topology", guest::topology, 500),
@@ -74,6 +75,7 @@ pub const TARGETS: [Target; 18] = [
     target("operation", peer::operation, 200),
     target("links", peer::links, 300),
     target("groups", peer::groups, 300),
+    target("handshake", host_runtime::hw::fuzzing::handshake, 5000),
     target("service", service::service, 300),
     target("environment", user::environment, 3000),
     target("policy", user::policy, 5000),

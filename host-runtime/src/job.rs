@@ -45,7 +45,8 @@ fn read(dir: &Dir) -> Result<Option<[u8; KEY_BYTES]>, String> {
     let mut secret = Vec::new();
     (&mut file).take(KEY_BYTES as u64 + 1).read_to_end(&mut secret).map_err(io)?;
     let bytes = meta.len();
-    let secret = secret.try_into().map_err(|_| format!("{NAME} has {bytes} bytes, {KEY_BYTES} are expected; remove it"))?;
+    let secret =
+        secret.try_into().map_err(|_| format!("{NAME} has {bytes} bytes, {KEY_BYTES} are expected; remove it"))?;
     Ok(Some(secret))
 }
 

@@ -147,7 +147,6 @@ impl std::fmt::Debug for JobSecret {
 /// # Errors
 /// [`Error::Config`] names the variable and what was expected, or all three if there is none; no text repeats a secret.
 pub(crate) fn job_secret() -> Result<JobSecret, Error> {
-    // Any bytes are a secret: it is read as a path is.
     let set = |name: &str| vars::path(std::env::var_os(name));
     if let Some(text) = set("WCCL_JOB_SECRET") {
         return chosen("WCCL_JOB_SECRET", text.as_os_str().as_encoded_bytes());

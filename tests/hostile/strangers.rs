@@ -130,7 +130,8 @@ pub fn group() -> Group {
             let trap = TcpListener::bind("127.0.0.1:0")?;
             let mut elsewhere = id;
             elsewhere[2..4].copy_from_slice(&trap.local_addr()?.port().to_be_bytes());
-            let misled = std::thread::spawn(move || runtime().map(|r| r.init_comm(CommOptions::with_id(elsewhere, 1, 2))));
+            let misled =
+                std::thread::spawn(move || runtime().map(|r| r.init_comm(CommOptions::with_id(elsewhere, 1, 2))));
             let mut recorded = [0; HELLO];
             trap.accept()?.0.read_exact(&mut recorded)?;
             let answer = misled.join().map_err(|_| anyhow::anyhow!("it panicked"))??;
@@ -162,7 +163,10 @@ pub fn group() -> Group {
                  (i32.store (i32.const 1032) (i32.const 1)) (return (i32.const 1024))";
             let lookup = "(i32.store (i32.const 4096) (i32.const 0x636261))
                  (call $rendezvous.lookup (i32.const 5000) (i32.const 128) (i32.const 4096) (i32.const 3) (i32.const 50) (i32.const 2176))";
-            p.body("neuron-init-comm", init_comm(&format!("{lookup} (if (i32.load8_u (i32.const 2176)) (then {gives_up}))")));
+            p.body(
+                "neuron-init-comm",
+                init_comm(&format!("{lookup} (if (i32.load8_u (i32.const 2176)) (then {gives_up}))")),
+            );
             let runtime = cage.open(&p)?;
             let id = runtime.unique_id(1)?;
             said(runtime.init_comm(CommOptions::with_id(id, 0, 1)))

@@ -152,5 +152,8 @@ fn each_job_has_a_secret_of_its_own_unless_one_was_chosen() {
     assert_eq!(secrets(&[("WCCL_JOB_SECRET", "chosen by somebody")]), "chosen by somebody");
     assert_eq!(secrets(&[("WCCL_JOB_SECRET_FILE", "/nowhere")]), "");
     let info = said(&wccl().args(["info"]).env("WCCL_JOB_SECRET", "chosen by somebody").output().unwrap());
-    assert!(info.contains("CCOM_SOCKET_IFNAME") && !info.contains("JOB_SECRET") && !info.contains("chosen by"), "{info}");
+    assert!(
+        info.contains("CCOM_SOCKET_IFNAME") && !info.contains("JOB_SECRET") && !info.contains("chosen by"),
+        "{info}"
+    );
 }

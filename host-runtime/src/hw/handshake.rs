@@ -58,7 +58,10 @@ pub(crate) enum Unproven {
     #[error("its first bytes are not those of a host of this library")]
     Foreign,
     /// The proof is wrong.
-    #[error("it does not know the group's key: it has another job secret or unique id, is another tenant's, or no rank at all")]
+    #[error(
+        "it does not know the group's key for this address: it has another job secret or unique id, is another tenant's, comes through \
+         an address translation, or is no rank at all"
+    )]
     Key,
     /// The nonce was used before.
     #[error("it repeats what another connection began with: somebody has recorded that")]
@@ -265,7 +268,8 @@ mod tests {
         for foreign in [&b"ilya\0\0\0\0\x02\0\0\0"[..], b"GET / HTTP/1.1\r\n\r\n", b"wccl-hi0", b"wX"] {
             let mut from = Pieces { ended: false, ..pieces(foreign, 99) };
             let mut visitor = Dialling::new();
-            let said = std::iter::repeat_with(|| visitor.hear(&mut from, &k, at(HERE), &mut heard)).find(|r| *r != Ok(None));
+            let said =
+                std::iter::repeat_with(|| visitor.hear(&mut from, &k, at(HERE), &mut heard)).find(|r| *r != Ok(None));
             assert_eq!(said, Some(Err(Unproven::Foreign)));
         }
         assert_eq!(accept(b"wccl", 99, &k, HERE, &mut heard), Err(Unproven::Closed));

@@ -3,6 +3,8 @@
 //! A guest's argument is an allegation. What is wrong with one is answered with a status, and a sentence stays behind
 //! for the entry that fails; only what the original would assert ends the instance.
 
+#[doc(hidden)]
+pub mod fuzzing;
 mod gate;
 mod handshake;
 pub mod objects;

@@ -10,11 +10,11 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
+use hmac::{Hmac, Mac};
 use hw_bridge::credentials;
 use hw_bridge::dial::dial;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::SocketAddrUnix;
-use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
 use super::{Answer, Trap};
@@ -204,7 +204,9 @@ impl HostState {
                 // It may give the name up.
                 Ok(None) => impostor = true,
                 Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
-                    return Err(self.fail(Status::FAILURE, format!("`{name_of}` is published by another user's process")));
+                    return Err(
+                        self.fail(Status::FAILURE, format!("`{name_of}` is published by another user's process"))
+                    );
                 }
                 Err(_) => {}
             }
@@ -311,7 +313,10 @@ mod tests {
         assert!(none.do_publish(b"key", "a", &[1; ADDRESS_BYTES]).is_err());
         assert!(none.do_lookup(b"key", "shared", 10_000).is_err());
         let said = said(&mut none);
-        for what in ["asked to publish a name while it works for no group", "asked to look a name up while it works for no group"] {
+        for what in [
+            "asked to publish a name while it works for no group",
+            "asked to look a name up while it works for no group",
+        ] {
             assert!(said.contains(what), "{said}");
         }
     }

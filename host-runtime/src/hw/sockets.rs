@@ -267,7 +267,8 @@ impl HostState {
                     if tenant.may_log() {
                         tracing::warn!(tenant = %tenant.name, "a connection from {from} to {} was refused: {why}", at());
                     }
-                    continue;
+                    // However many come, the deadline and the abort are looked at.
+                    (Some(Instant::now()), false)
                 }
                 Ok(Found::Nothing { until, full }) => (until, full),
                 Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e, None)),
@@ -465,7 +466,11 @@ impl HostState {
                         Wait::Ended => return Ok(self.ended("receiving")),
                         Wait::Late => {
                             let who = peer_name(stream);
-                            let what = || format!("Timeout waiting for RX from {who}: it has not taken the connection after {ms} ms");
+                            let what = || {
+                                format!(
+                                    "Timeout waiting for RX from {who}: it has not taken the connection after {ms} ms"
+                                )
+                            };
                             return Ok(self.late(ms, what));
                         }
                     }
@@ -602,7 +607,11 @@ fn greet(stream: &TcpStream, key: &GroupKey) -> std::io::Result<Dialled> {
 
 /// Why a root that an id names does not answer: it listened before there was the id.
 fn spent(root: SocketAddr) -> String {
-    let here = if root.ip().is_loopback() { "; a loopback address is reached on the machine that made the id only" } else { "" };
+    let here = if root.ip().is_loopback() {
+        "; a loopback address is reached on the machine that made the id only"
+    } else {
+        ""
+    };
     format!(
         "so the id is spent: its group has been made or given up, or the process that made it has ended; an id serves one group, \
          once: make a new one with unique_id{here}"

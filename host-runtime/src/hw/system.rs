@@ -338,7 +338,9 @@ mod tests {
         ] {
             assert!(loopback_down(&down).is_some_and(|why| why.contains("`ip link set lo up`")), "{down:?}");
         }
-        for up in [vec![of("127.0.0.1", true)], vec![of("::1", true)], vec![of("10.0.0.1", false), of("127.0.1.1", true)]] {
+        for up in
+            [vec![of("127.0.0.1", true)], vec![of("::1", true)], vec![of("10.0.0.1", false), of("127.0.1.1", true)]]
+        {
             assert_eq!(loopback_down(&up), None, "{up:?}");
         }
     }

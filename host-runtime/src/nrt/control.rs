@@ -19,8 +19,8 @@ use crate::bindings::neuron::nrt::types::NecPodType;
 use crate::error::Error;
 use crate::forward::COLLECTIVES;
 use crate::hw::objects::{Client, CommCore};
-use crate::key::GroupKey;
 use crate::hw::sockets::decode;
+use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, byte_list};
 use crate::plugin::{Instance, bounded};
 use crate::serve::client::Served;
@@ -182,7 +182,8 @@ impl Here {
         let forward = &inner.forward;
         let made = match &j.rendezvous {
             Rendezvous::Id(id) => {
-                if !inner.used.once(&j.key, rank) {
+                // A rank whose join failed may try again as long as the root waits for it.
+                if inner.used.has(&j.key, rank) {
                     return Err(bad(format!(
                         "rank {rank} has joined by this unique id before, so the id is spent: it serves one group, once; make a new one \
                          with unique_id"
@@ -190,7 +191,9 @@ impl Here {
                 }
                 let root = decode(&id[..ADDRESS_BYTES]).ok();
                 instance.peek(|s| s.root = root);
-                forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?
+                let made = forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?;
+                inner.used.note(&j.key, rank);
+                made
             }
             Rendezvous::Root(root) => {
                 forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use hw_bridge::device::{DeviceConfig, DeviceModel};
 use hmac::Mac;
+use hw_bridge::device::{DeviceConfig, DeviceModel};
 use hw_bridge::semaphore::WaitMode;
 use hw_bridge::share::Market;
 
@@ -236,34 +236,38 @@ pub(crate) struct Inner {
     pub swaps: Arc<Swaps>,
     pub eras: Mutex<Eras>,
     control: OnceLock<Control>,
-    /// Who has joined by an id.
+    /// Who was made a member by an id.
     pub used: Used,
     /// What has the plugins, if not this process.
     pub service: Option<Service>,
 }
 
-/// Uses that are remembered; what is older has been tried since, or never will.
+/// Memberships that are remembered; who has an older id has tried it since, or never will.
 const MOST_USED: usize = 4096;
 
-/// Ranks that have joined by an id, the newest last: an id serves once, and who tries again is told so before it waits.
+/// Who was made a member by an id, the newest last: an id serves once, and who tries again is told so before it waits.
 #[derive(Debug, Default)]
 pub(crate) struct Used(Mutex<VecDeque<[u8; 16]>>);
 
 impl Used {
-    /// Whether it is the first time that this rank joins the group with this key.
-    pub(crate) fn once(&self, key: &GroupKey, rank: usize) -> bool {
+    fn tag(key: &GroupKey, rank: usize) -> [u8; 16] {
         let mut tag = key.tag("used");
         tag.update(&(rank as u64).to_le_bytes());
-        let tag = tag.finalize().into_bytes().first_chunk().copied().unwrap_or_default();
+        tag.finalize().into_bytes().first_chunk().copied().unwrap_or_default()
+    }
+
+    /// Whether this rank of the group with this key was made here.
+    pub(crate) fn has(&self, key: &GroupKey, rank: usize) -> bool {
+        lock(&self.0).contains(&Used::tag(key, rank))
+    }
+
+    /// It was.
+    pub(crate) fn note(&self, key: &GroupKey, rank: usize) {
         let mut all = lock(&self.0);
-        if all.contains(&tag) {
-            return false;
-        }
         if all.len() >= MOST_USED {
             all.pop_front();
         }
-        all.push_back(tag);
-        true
+        all.push_back(Used::tag(key, rank));
     }
 }
 
@@ -327,7 +331,17 @@ impl Runtime {
             let config = RuntimeConfig { plugin: None, net_plugin: None, ..config };
             let (doors, swaps, eras, control, used) = Default::default();
             let service = Some(service);
-            return Ok(Runtime(Arc::new(Inner { tenant, forward, config, service, doors, swaps, eras, control, used })));
+            return Ok(Runtime(Arc::new(Inner {
+                tenant,
+                forward,
+                config,
+                service,
+                doors,
+                swaps,
+                eras,
+                control,
+                used,
+            })));
         }
         match &config.plugin {
             Some(path) => {
@@ -339,7 +353,8 @@ impl Runtime {
         }
         net::open(&tenant, config.net_plugin.as_deref());
         let (doors, swaps, eras, control, used) = Default::default();
-        let runtime = Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control, used }));
+        let runtime =
+            Runtime(Arc::new(Inner { tenant, forward, config, service: None, doors, swaps, eras, control, used }));
         // The first plugin's counts are its own whenever somebody asks for them first.
         metrics::note(&runtime);
         if runtime.0.config.control

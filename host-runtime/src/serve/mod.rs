@@ -42,6 +42,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
 use crate::error::Error;
+use crate::limits::TENANT_GATE_PLACES;
 use crate::message;
 use crate::nrt::{Runtime, RuntimeConfig};
 use crate::policy::Policy;
@@ -292,6 +293,23 @@ fn policies(dir: &Path) -> Result<Vec<Arc<Policy>>, Error> {
     Ok(all)
 }
 
+/// Refuses tenants that may listen in one another's place: the plugins of both run in this process, and one could be there
+/// first.
+fn disjoint(policies: &[Arc<Policy>]) -> Result<(), Error> {
+    for (i, a) in policies.iter().enumerate() {
+        for b in &policies[i + 1..] {
+            if let Some((of_a, of_b, both)) = a.network.shared(&b.network) {
+                let (a, b) = (&a.tenant, &b.tenant);
+                return Err(Error::Config(format!(
+                    "tenants {a} and {b} may both listen on {both}: network.listen grants {of_a} to {a} and {of_b} to {b}; one could \
+                     wait there in the place of the other, so give each ports or addresses of its own"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Whether no program of the tenant's can run as the service's own user; else the sentence that says what to do.
 fn apart(policy: &Policy) -> Result<(), Error> {
     let (me, uids) = (rustix::process::geteuid().as_raw(), &policy.service.uids);
@@ -308,28 +326,18 @@ fn apart(policy: &Policy) -> Result<(), Error> {
     )))
 }
 
-/// Refuses tenants that may listen in one another's place: the plugins of both run in this process, and one could be there
-/// first.
-fn own_places(policies: &[Arc<Policy>]) -> Result<(), Error> {
-    for (i, a) in policies.iter().enumerate() {
-        for b in &policies[i + 1..] {
-            if let Some((of_a, of_b, both)) = a.network.shared(&b.network) {
-                let (a, b) = (&a.tenant, &b.tenant);
-                return Err(Error::Config(format!(
-                    "tenants {a} and {b} may both listen on {both}: network.listen grants {of_a} to {a} and {of_b} to {b}; one could \
-                     wait there in the place of the other, so give each ports or addresses of its own"
-                )));
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
 /// docs/service.md says how many for what.
 fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
     let of = |p: &Arc<Policy>| {
-        let all = [(p.limits.sockets, 1), (p.limits.names, 3), (p.limits.tasks, 4), (p.service.clients, 10)];
+        // A listener may have one more than itself, of a stranger.
+        let all = [
+            (p.limits.sockets, 2),
+            (TENANT_GATE_PLACES, 1),
+            (p.limits.names, 3),
+            (p.limits.tasks, 4),
+            (p.service.clients, 10),
+        ];
         all.into_iter().fold(0, |sum: u64, (n, each)| sum.saturating_add((n as u64).saturating_mul(each)))
     };
     let need = policies.iter().map(of).fold(0, u64::saturating_add);
@@ -385,14 +393,14 @@ impl Server {
     ///
     /// # Errors
     /// [`Error::Config`] for a policy that cannot be used or that admits the service's own user without
-    /// [`ServeConfig::allow_own_user`], two tenants that may listen at one place, a directory that others can write or that
-    /// another service serves; [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
+    /// [`ServeConfig::allow_own_user`], two tenants that may listen at one place, a directory that others can write or that another service serves;
+    /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
+        disjoint(&policies)?;
         if !config.allow_own_user {
             policies.iter().try_for_each(|p| apart(p))?;
         }
-        own_places(&policies)?;
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
@@ -469,18 +477,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_editors_leave_beside_a_policy_is_none() {
-        for name in ["red.toml", "a.b.toml"] {
-            assert!(is_policy(name), "{name}");
-        }
-        for name in
-            [".#red.toml", ".red.toml", "#red.toml#", "#red.toml", "red.toml~", ".red.toml.swp", "red.txt", "toml"]
-        {
-            assert!(!is_policy(name), "{name}");
-        }
-    }
-
-    #[test]
     fn tenants_that_may_listen_at_one_place_are_refused_by_name() {
         let policy = |tenant: &str, listen: &str| {
             let text = format!(
@@ -490,10 +486,22 @@ mod tests {
         };
         let red = policy("red", "\"127.0.0.1:20000-20999\"");
         let green = policy("green", "\"127.0.0.1:21000-21999\", \"10.0.0.0/8:*\"");
-        own_places(&[red.clone(), green.clone()]).unwrap();
-        let e = own_places(&[red, green, policy("blue", "\"10.1.0.0/16:80\"")]).unwrap_err().to_string();
+        disjoint(&[red.clone(), green.clone()]).unwrap();
+        let e = disjoint(&[red, green, policy("blue", "\"10.1.0.0/16:80\"")]).unwrap_err().to_string();
         let both = "tenants green and blue may both listen on 10.1.0.0/16:80: network.listen grants 10.0.0.0/8:* to green and 10.1.0.0/16:80 to blue";
         assert!(e.contains(both), "{e}");
+    }
+
+    #[test]
+    fn what_editors_leave_beside_a_policy_is_none() {
+        for name in ["red.toml", "a.b.toml"] {
+            assert!(is_policy(name), "{name}");
+        }
+        for name in
+            [".#red.toml", ".red.toml", "#red.toml#", "#red.toml", "red.toml~", ".red.toml.swp", "red.txt", "toml"]
+        {
+            assert!(!is_policy(name), "{name}");
+        }
     }
 
     #[test]
@@ -508,6 +516,6 @@ mod tests {
         assert_eq!(room(&[policy(10), policy(10)]), Ok(()));
         // More than fs.nr_open allows anywhere.
         let e = room(&[policy(10), policy(1 << 40)]).unwrap_err();
-        assert!(e.contains("what all policies grant needs 1099511627806 file descriptors"), "{e}");
+        assert!(e.contains("what all policies grant needs 2199023256104 file descriptors"), "{e}");
     }
 }

@@ -339,7 +339,14 @@ fn ranks_with_different_job_secrets_do_not_join_one_another() {
         vars
     });
     let stranger = ranks[1].error();
-    has(&stranger, &["rank 1 of 2 reporting to the root at", "before it had shown that it knows the group's key", "WCCL_JOB_SECRET"]);
+    has(
+        &stranger,
+        &[
+            "rank 1 of 2 reporting to the root at",
+            "before it had shown that it knows the group's key",
+            "WCCL_JOB_SECRET",
+        ],
+    );
     assert!(!stranger.contains("the secret of"), "{stranger}");
     has(&ranks[0].error(), &["1/2 ranks joined", "missing 1"]);
     // The same one, from a variable on one rank and a file on the other.

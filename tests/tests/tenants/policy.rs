@@ -302,7 +302,9 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     red.unique_id(7).unwrap();
     assert_eq!(refusals(&red), [("limits.log-lines", 40)].into());
 
-    let alone = |rt: &Runtime| rt.init_comm(CommOptions::with_id([1; 128], 0, 1));
+    // An id serves once.
+    let ids = std::cell::Cell::new(1);
+    let alone = |rt: &Runtime| rt.init_comm(CommOptions::with_id([ids.replace(ids.get() + 1); 128], 0, 1));
     let e = alone(&opened("red", "[devices]\ncores = [1]")).unwrap_err().to_string();
     assert_eq!(e, "tenant red asked for logical core 0; devices.cores grants 1");
     let red = opened("red", &format!("[limits]\ncommunicators = 1\n{all}"));

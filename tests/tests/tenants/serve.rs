@@ -653,6 +653,21 @@ fn an_ending_service_finishes_what_there_is() {
     idle(&server);
 }
 
+/// The plugins of all tenants run in the service, which does not let one wait in the place of another.
+#[test]
+fn tenants_that_may_listen_at_one_place_are_not_served() {
+    let place = Place::new("overlap", &[("red", &[0], ""), ("blue", &[1], "")]);
+    let policy = place.0.join("policies").join("blue.toml");
+    let text = std::fs::read_to_string(&policy).unwrap();
+    std::fs::write(&policy, text.replace("127.0.0.1:26000-31999", "127.0.0.1:25000-31999")).unwrap();
+    let e = Server::start(&place.config()).map(|_| ()).unwrap_err().to_string();
+    let both = "tenants blue and red may both listen on 127.0.0.1:25000-25999";
+    assert!(e.contains(both) && e.contains("network.listen"), "{e}");
+    // Nothing is left of it: with ports of its own the tenant is served.
+    std::fs::write(&policy, text).unwrap();
+    place.serve();
+}
+
 /// A tenant's program that runs as the service's own user can read all that the service has: that is asked for, never assumed.
 #[test]
 fn the_services_own_user_is_served_only_where_that_was_asked_for() {
@@ -697,19 +712,4 @@ fn a_swap_names_a_plugin_as_the_policy_does() {
     assert!(!report.committed && report.reason.contains("which is not listed"), "{report:?}");
     let report = coordinate(&order("./nccom.wasm")).unwrap();
     assert!(!report.committed && report.reason.contains("which is not a name in its directory"), "{report:?}");
-}
-
-/// The plugins of all tenants run in the service, which does not let one wait in the place of another.
-#[test]
-fn tenants_that_may_listen_at_one_place_are_not_served() {
-    let place = Place::new("overlap", &[("red", &[0], ""), ("blue", &[1], "")]);
-    let policy = place.0.join("policies").join("blue.toml");
-    let text = std::fs::read_to_string(&policy).unwrap();
-    std::fs::write(&policy, text.replace("127.0.0.1:26000-31999", "127.0.0.1:25000-31999")).unwrap();
-    let e = Server::start(&place.config()).map(|_| ()).unwrap_err().to_string();
-    let both = "tenants blue and red may both listen on 127.0.0.1:25000-25999";
-    assert!(e.contains(both) && e.contains("network.listen"), "{e}");
-    // Nothing is left of it: with ports of its own the tenant is served.
-    std::fs::write(&policy, text).unwrap();
-    place.serve();
 }
