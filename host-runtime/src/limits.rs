@@ -42,6 +42,8 @@ pub fn byte_list(interface: &str, function: &str) -> Option<u64> {
 
 /// Length of one epoch tick: the grain of guest deadlines.
 pub const TICK: Duration = Duration::from_millis(10);
+/// Stops of the process that one call is not charged as guest time.
+pub const MAX_AWAY: u32 = 4;
 /// Bytes a plugin file may have.
 pub const MAX_PLUGIN_BYTES: u64 = 64 << 20;
 /// Stack of guest code.

@@ -128,7 +128,7 @@ impl HostState {
                 format!("a name is looked up with a key and text of at most {ID_BYTES} bytes"),
             ));
         }
-        let until = self.deadline(ms);
+        let mut wait = self.wait_until(self.deadline(ms));
         loop {
             // Without waiting: who has the name may have its backlog full and never accept.
             let at = SocketAddrUnix::new_abstract_name(socket_name(self.tenant.id, key, name).as_bytes());
@@ -149,7 +149,7 @@ impl HostState {
                 }
                 Err(_) => {}
             }
-            if Instant::now() >= until {
+            if wait.left().is_none() {
                 return Err(self.fail(Status::TIMEOUT, format!("nobody published `{name}` on this machine for {ms} ms; is the first rank of this server running?")));
             }
             let event = self.abort.event();
