@@ -104,16 +104,17 @@ impl Control {
     /// [`Error::System`].
     pub(crate) fn start(runtime: &Runtime) -> Result<Option<Control>, Error> {
         let tenant = &runtime.0.tenant.name;
+        let without = |why: &str| {
+            tracing::warn!(
+                tenant = %tenant,
+                "there is no control socket, so that `wccl swap` does not find this process: {why}; name a directory of this \
+                 user's in XDG_RUNTIME_DIR, or set WCCL_CONTROL=0"
+            );
+            Ok(None)
+        };
         let directory = match Directory::make(&directory::places()) {
             Ok(directory) => directory,
-            Err(why) => {
-                tracing::warn!(
-                    tenant = %tenant,
-                    "there is no control socket, so that `wccl swap` does not find this process: {why}; name a directory of \
-                     this user's in XDG_RUNTIME_DIR, or set WCCL_CONTROL=0"
-                );
-                return Ok(None);
-            }
+            Err(why) => return without(&why),
         };
         // What others have left; who cannot look finds none.
         let _ = directory.sockets();
@@ -121,16 +122,22 @@ impl Control {
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
             .map_err(|e| system("reading a random number for a control socket")(e.into()))?;
         let name = format!("{}-{}-{:016x}", tag(tenant), std::process::id(), u64::from_ne_bytes(random));
-        let listener = directory.listen(&name).map_err(system("opening a control socket"))?;
-        let started = Control::serve(&listener, runtime);
+        let listener = match directory.listen(&name) {
+            Ok(listener) => listener,
+            // The file system, not this process: it is read-only, say, or full.
+            Err(e) if !matches!(Errno::from_io_error(&e), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => {
+                return without(&format!("none can be made in its directory: {e}"));
+            }
+            Err(e) => return Err(system("opening a control socket")(e)),
+        };
+        let started = Control::serve(listener, runtime);
         let (stop, thread) = started.inspect_err(|_| directory.remove(&name))?;
         Ok(Some(Control { directory, name, stop, thread: Some(thread) }))
     }
 
     /// Starts the thread; answers the event that ends it too.
-    fn serve(listener: &UnixListener, runtime: &Runtime) -> Result<(OwnedFd, JoinHandle<()>), Error> {
+    fn serve(listener: UnixListener, runtime: &Runtime) -> Result<(OwnedFd, JoinHandle<()>), Error> {
         listener.set_nonblocking(true).map_err(system("setting up a control socket"))?;
-        let listener = listener.try_clone().map_err(system("copying a control socket"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| system("making a stop event")(e.into()))?;
         let (stopped, runtime) =
             (stop.try_clone().map_err(system("copying a stop event"))?, std::sync::Arc::downgrade(&runtime.0));

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use hw_bridge::patience::Wait;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -48,8 +49,9 @@ pub enum MessageError {
 
 /// Waits until `fd` is ready or `until`.
 fn ready(fd: impl AsFd, flags: PollFlags, began: Instant, until: Instant) -> Result<(), MessageError> {
+    let mut wait = Wait::until(until).since(began);
     loop {
-        let left = until.saturating_duration_since(Instant::now());
+        let left = wait.left().unwrap_or_default();
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         match poll(&mut [PollFd::new(&fd, flags)], Some(&timeout)) {
             Err(rustix::io::Errno::INTR) => {}

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::limits::{BALLOT_YIELDS, MAX_VOTERS, REASON_BYTES};
+use crate::patience::Wait;
 use crate::segment::{Segment, SegmentError};
 use crate::semaphore::Bell;
 use crate::shown::one_line;
@@ -246,15 +247,13 @@ impl Ballot {
             }
             std::thread::yield_now();
         }
+        let mut wait = Wait::until(until).stepping(nap);
         loop {
             if ready() {
                 return true;
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            self.head().bell.sleep(nap.min(left), &mut ready);
+            let Some(left) = wait.left() else { return false };
+            self.head().bell.sleep(left, &mut ready);
         }
     }
 }

@@ -8,6 +8,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
+use crate::patience::Wait;
+
 /// Pause between two attempts, nanoseconds.
 const PAUSE: i64 = 1_000_000;
 
@@ -19,10 +21,11 @@ const PAUSE: i64 = 1_000_000;
 pub fn dial(to: &SocketAddrUnix, stop: Option<BorrowedFd<'_>>, until: Instant) -> Result<UnixStream, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let mut wait = Wait::until(until);
     loop {
         match connect(&fd, to) {
             Ok(()) => break,
-            Err(Errno::AGAIN | Errno::INTR) if Instant::now() < until => {}
+            Err(Errno::AGAIN | Errno::INTR) if wait.left().is_some() => {}
             Err(e) => return Err(e),
         }
         let mut fds: Vec<_> = stop.iter().map(|s| PollFd::from_borrowed_fd(*s, PollFlags::IN)).collect();

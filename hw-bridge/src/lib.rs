@@ -15,6 +15,7 @@
 //! | [`foreign`] | reading the private memory of a peer |
 //! | [`links`] | granting memory to a peer and mapping a peer's |
 //! | [`semaphore`] | waiting: spin, yield, futex |
+//! | [`patience`] | deadlines, by a clock that does not run while the process is stopped |
 //! | [`flight`] | what a lane did: counters, the last operations |
 //! | [`fork`] | whether this process is a forked child |
 //! | [`peers`] | the control channel of a communicator: arrivals, op headers, deaths, aborts |
@@ -40,6 +41,7 @@ pub mod hbm;
 pub mod limits;
 pub mod links;
 pub mod log_rate;
+pub mod patience;
 pub mod peers;
 pub mod proxy;
 pub mod reduce;

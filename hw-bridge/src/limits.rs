@@ -59,6 +59,12 @@ pub const BALLOT_YIELDS: u32 = 50;
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.
 pub const NAP: Duration = Duration::from_millis(10);
+/// How long a wait with a deadline sleeps without a look at whether its process was stopped ([`crate::patience`]).
+pub const WAIT_STEP: Duration = Duration::from_millis(250);
+/// How much longer than it was to a step takes before that counts as a stop of the process.
+pub const STOPPED: Duration = Duration::from_secs(1);
+/// Stops that one wait is credited.
+pub const MAX_STOPS: usize = 64;
 /// How long the owner of a region waits for a peer that connected to say what it wants.
 pub const LINK_HELLO: Duration = Duration::from_secs(2);
 /// Lines a second that a socket's refusals may log: whoever finds the socket can cause one.

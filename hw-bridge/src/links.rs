@@ -26,6 +26,7 @@ use crate::credentials::{self, PeerPid};
 use crate::dial::dial;
 use crate::limits::{LINK_HELLO, MAX_GRANTS, REFUSALS_LOGGED};
 use crate::log_rate::LogRate;
+use crate::patience::Wait;
 use crate::segment::{Segment, SegmentError};
 
 /// Bytes of the IPC field.
@@ -352,8 +353,9 @@ fn bound(stream: &UnixStream, deadline: Instant) -> Result<(), LinkError> {
 /// Waits until `stream` can be read, at most until `deadline`, or until `stop` is readable.
 fn readable(stream: &UnixStream, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<(), LinkError> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let mut wait = Wait::until(deadline);
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = wait.left().unwrap_or_default();
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let mut fds: Vec<PollFd<'_>> = vec![PollFd::new(stream, PollFlags::IN)];
         fds.extend(stop.map(|s| PollFd::from_borrowed_fd(s, PollFlags::IN)));

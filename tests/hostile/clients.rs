@@ -2,7 +2,8 @@
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -16,8 +17,8 @@ use crate::zoo::{Animal, Cage, Group, animal, config, said};
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
 
-/// A service of two tenants; `more` is TOML of the first, who is hostile.
-fn serve(cage: &Cage, more: &str) -> Result<Server> {
+/// A service of two tenants, yet to start; `more` is TOML of the first, who is hostile.
+fn to_serve(cage: &Cage, more: &str) -> Result<ServeConfig> {
     let plugin = config(None).plugin.context("there is no plugin: run `cargo xtask guests`")?.canonicalize()?;
     let directory = plugin.parent().context("a plugin lies in a directory")?;
     let policies = cage.dir("policies")?;
@@ -29,14 +30,12 @@ fn serve(cage: &Cage, more: &str) -> Result<Server> {
         std::fs::write(policies.join(format!("{tenant}.toml")), text)?;
     }
     let base = RuntimeConfig { plugin: None, ..config(None) };
-    Ok(Server::start(&ServeConfig {
-        policies,
-        sockets: cage.path("sockets"),
-        base,
-        market: None,
-        allow_own_user: true,
-        identify,
-    })?)
+    let sockets = cage.path("sockets");
+    Ok(ServeConfig { policies, sockets, base, market: None, allow_own_user: true, identify })
+}
+
+fn serve(cage: &Cage, more: &str) -> Result<Server> {
+    Ok(Server::start(&to_serve(cage, more)?)?)
 }
 
 fn socket(cage: &Cage, tenant: &str) -> PathBuf {
@@ -77,6 +76,21 @@ pub fn group() -> Group {
             Runtime::open(client(cage, "other"))?;
             Ok(refused)
         }),
+        animal(
+            "a program that would be of the service's own user",
+            "tenant hostile: its programs would run as the service's own user (…), who can read and change all that the \
+             service has…",
+            |cage| said(Server::start(&ServeConfig { allow_own_user: false, ..to_serve(cage, "")? })),
+        ),
+        animal(
+            "a stranger under the name that a control socket had, who never answers",
+            "tenant squatted was not swapped: no runtime of that name is open on this machine, for this user, with a control socket…",
+            |_| {
+                let name = SocketAddr::from_abstract_name("wccl-control-squatted-1-0")?;
+                let _mute = UnixListener::bind_addr(&name)?;
+                said(host_runtime::swap::status("squatted"))
+            },
+        ),
         animal(
             "a program that wants a core that another one works on",
             "…core 0 is leased to another runtime (tenant hostile, pid …), until it ends; a core serves one at a time…",

@@ -170,7 +170,7 @@ impl links::Host for HostState {
             Err(s) => return Ok(Err(s)),
         };
         if !comm.linked(peer) {
-            let deadline = self.deadline(deadline_ms);
+            let deadline = self.real_deadline(deadline_ms);
             use hw_bridge::links::LinkError;
             let granted = hw_bridge::links::request(&ipc, self.tenant.id, Some(self.abort.event()), deadline);
             let linked = granted.and_then(|g| match comm.is_clients() {

@@ -181,7 +181,7 @@ impl HostState {
                 format!("a name is looked up with a key and text of at most {ID_BYTES} bytes"),
             ));
         }
-        let until = self.deadline(ms);
+        let mut wait = self.wait_until(self.deadline(ms));
         let name = Name { group: self.group_key("look a name up")?, key, name };
         let at = SocketAddrUnix::new_abstract_name(name.socket().as_bytes());
         let name_of = name.name;
@@ -210,7 +210,7 @@ impl HostState {
                 }
                 Err(_) => {}
             }
-            if Instant::now() >= until {
+            if wait.left().is_none() {
                 let other = if impostor { "; who answers by that name does not know the group's key" } else { "" };
                 return Err(self.fail(Status::TIMEOUT, format!("nobody published `{name_of}` on this machine for {ms} ms{other}; is the first rank of this server running?")));
             }

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use hw_bridge::links::fill_random;
+use hw_bridge::patience;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wasmtime::component::Resource;
 
@@ -98,18 +99,22 @@ impl HostState {
         if self.overdue() {
             return Wait::Ended;
         }
+        let mut wait = self.wait_until(deadline);
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = wait.left().unwrap_or_default();
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
             let event = PollFd::from_borrowed_fd(self.abort.event(), PollFlags::IN);
             let of = of.iter().map(|fd| PollFd::from_borrowed_fd(*fd, flags));
             let mut fds: Vec<PollFd<'_>> = std::iter::once(event).chain(of).collect();
-            match poll(&mut fds, Some(&timeout)) {
+            let polled = poll(&mut fds, Some(&timeout));
+            // Also when it is over: the guest's own clock is to know of a stop.
+            let late = wait.left().is_none();
+            match polled {
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(_) => return Wait::Ready,
                 Ok(_) if !fds[0].revents().is_empty() => return Wait::Ended,
                 Ok(_) if fds[1..].iter().any(|fd| !fd.revents().is_empty()) => return Wait::Ready,
-                Ok(_) if left.is_zero() => return Wait::Late,
+                Ok(_) if late => return Wait::Late,
                 Ok(_) => {}
             }
         }
@@ -122,23 +127,23 @@ impl HostState {
 
     /// The same, also after the deadline of the operation.
     pub(crate) fn rest(&self, pause: Duration, deadline: Instant) -> Wait {
-        let until = (Instant::now() + pause).min(deadline);
+        let (mut rest, mut wait) = (patience::Wait::until(Instant::now() + pause), self.wait_until(deadline));
         let event = self.abort.event();
         loop {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = rest.left().unwrap_or_default().min(wait.left().unwrap_or_default());
             let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
             let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
             match poll(&mut fds, Some(&timeout)) {
                 Ok(n) if n > 0 => return Wait::Ended,
-                _ if Instant::now() >= deadline => return Wait::Late,
-                _ if Instant::now() >= until => return Wait::Ready,
+                _ if wait.left().is_none() => return Wait::Late,
+                _ if rest.left().is_none() => return Wait::Ready,
                 _ => {}
             }
         }
     }
 
     fn late<T>(&mut self, ms: u32, what: impl FnOnce() -> String) -> Answer<T> {
-        if self.waits_until.is_some_and(|until| until <= Instant::now()) {
+        if self.waits_until.is_some_and(|until| self.passed(until)) {
             // A guest that looks again all the same does so at a bearable rate.
             std::thread::sleep(BACKOFF.0);
         }
@@ -306,7 +311,7 @@ impl HostState {
             Err(rustix::io::Errno::INPROGRESS | rustix::io::Errno::INTR) => {}
             Err(e) => return Some(Err(e.into())),
         }
-        match self.wait(&stream, PollFlags::OUT, until.min(Instant::now() + ATTEMPT)) {
+        match self.wait(&stream, PollFlags::OUT, until.min(self.now() + ATTEMPT)) {
             Wait::Ended => None,
             Wait::Late => Some(Err(ErrorKind::TimedOut.into())),
             Wait::Ready => Some(match stream.take_error() {

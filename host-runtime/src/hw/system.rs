@@ -5,10 +5,12 @@ use std::io::Write;
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::time::{Instant, SystemTime};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
 
 use cap_std::ambient_authority;
 use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
+use hw_bridge::patience::stopped_in_all;
 use rustix::thread::CpuSet;
 
 use super::{Answer, Trap};
@@ -273,8 +275,14 @@ impl files::Host for HostState {
 
 impl clock::Host for HostState {
     fn monotonic_ns(&mut self) -> Trap<u64> {
-        static START: OnceLock<Instant> = OnceLock::new();
-        Ok(START.get_or_init(Instant::now).elapsed().as_nanos() as u64)
+        // Without the time in which the process was stopped: a plugin's own deadlines do not run then either.
+        static START: OnceLock<(Instant, Duration)> = OnceLock::new();
+        static LAST: AtomicU64 = AtomicU64::new(0);
+        let (start, before) = START.get_or_init(|| (Instant::now(), stopped_in_all()));
+        let stopped = stopped_in_all().saturating_sub(*before);
+        let now = start.elapsed().saturating_sub(stopped).as_nanos() as u64;
+        // One stop may be seen later than the clock was read.
+        Ok(LAST.fetch_max(now, Ordering::Relaxed).max(now))
     }
 
     fn wall_seconds(&mut self) -> Trap<i64> {

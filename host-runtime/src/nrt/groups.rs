@@ -25,6 +25,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use beacon::{Beacon, Meeting};
+use hw_bridge::patience::stopped_since;
 use pool::Pool;
 use verdict::{Messages, Refusal, agree, patience};
 
@@ -239,7 +240,8 @@ impl Messages for Bootstrap<'_> {
 
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
         // One that lives takes a message at once; nobody else may miss his for one that does not.
-        let until = (self.begun + self.comm.runtime().socket_timeout()).max(Instant::now() + REACHED);
+        let begun = self.begun + stopped_since(self.begun);
+        let until = (begun + self.comm.runtime().socket_timeout()).max(Instant::now() + REACHED);
         self.comm.bootstrap_send_until(self.members[to] as i32, data, until).map_err(|e| {
             self.lost = true;
             self.about(to, &e)
@@ -247,8 +249,9 @@ impl Messages for Bootstrap<'_> {
     }
 
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String> {
-        let until = self.begun + patience(self.comm.runtime().socket_timeout(), rounds);
         loop {
+            let begun = self.begun + stopped_since(self.begun);
+            let until = begun + patience(self.comm.runtime().socket_timeout(), rounds);
             match self.comm.bootstrap_recv_until(self.members[from] as i32, bytes as u64, until) {
                 Ok(got) => return Ok(got),
                 Err(e) if e.status() == Status::TIMEOUT && Instant::now() + PAUSE < until => std::thread::sleep(PAUSE),

@@ -7,6 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
+use hw_bridge::patience::Wait;
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 
@@ -227,17 +228,17 @@ impl Instance {
         }
         let begun = Instant::now();
         let deadline = until.into_iter().fold(begun + self.tenant.limits.entry, Instant::min);
+        let mut wait = Wait::until(deadline);
         let mut busy = lock(&self.busy);
         while busy.is_some() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let Some(left) = wait.left() else {
                 let waited = deadline.saturating_duration_since(begun);
                 return Err(self.stop_error(
                     entry,
                     format!("another call has kept it busy for {waited:?}"),
                     Vec::new(),
                 ));
-            }
+            };
             busy = self.idle.wait_timeout(busy, left).unwrap_or_else(|p| p.into_inner()).0;
         }
         *busy = Some(entry);

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use hw_bridge::patience::{Wait, passed, stopped_since, was_away};
 use wasmtime::component::{Resource, ResourceTable};
 use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
 use wasmtime_wasi::WasiCtx;
@@ -14,7 +15,7 @@ use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::key::GroupKey;
-use crate::limits::{MAX_CAUSES, TABLE_ELEMENT};
+use crate::limits::{MAX_CAUSES, TABLE_ELEMENT, TICK};
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
@@ -65,6 +66,8 @@ pub struct HostState {
     until: Option<Instant>,
     entered: Instant,
     spent: Duration,
+    /// How often the guest was found to have been away: a stop of the process, which is not its time.
+    away: u32,
     /// How long to sleep for what was used beyond the tenant's share of a core.
     owed: Duration,
     _counted: Counted,
@@ -115,6 +118,7 @@ impl HostState {
             until: None,
             entered: Instant::now(),
             spent: Duration::ZERO,
+            away: 0,
             owed: Duration::ZERO,
             _counted: counted,
         }
@@ -166,7 +170,12 @@ impl HostState {
     /// same stretch is looked at twice.
     fn charge(&mut self) {
         let now = Instant::now();
-        let used = now.saturating_duration_since(self.entered);
+        let mut used = now.saturating_duration_since(self.entered);
+        // A tick comes sooner: the process was stopped, or the thread had no core. Guests are not to live by the latter.
+        if was_away(self.entered, now, TICK) && self.away < MAX_AWAY {
+            self.away += 1;
+            used = TICK;
+        }
         self.spent += used;
         self.entered = now;
         self.pay();
@@ -194,15 +203,37 @@ impl HostState {
 
     /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, its caller's, nor the
     /// operation.
+    /// By the call's clock ([`HostState::wait_until`]).
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
-        let asked = Instant::now() + Duration::from_millis(u64::from(ms));
+        let asked = self.now() + Duration::from_millis(u64::from(ms));
         let wall = self.begun.checked_add(self.tenant.limits.wall);
         [wall, self.waits_until, self.until].into_iter().flatten().fold(asked, Instant::min)
     }
 
+    /// What the call's clock says, which does not run while the process is stopped.
+    pub(crate) fn now(&self) -> Instant {
+        let now = Instant::now();
+        now.checked_sub(stopped_since(self.begun)).unwrap_or(now)
+    }
+
+    /// As [`HostState::deadline`], by the machine's clock.
+    pub(crate) fn real_deadline(&self, ms: u32) -> Instant {
+        self.deadline(ms) + stopped_since(self.begun)
+    }
+
+    /// A wait of the call's until a moment of its clock.
+    pub(crate) fn wait_until(&self, until: Instant) -> Wait {
+        Wait::until(until).since(self.begun)
+    }
+
+    /// Whether a moment of the call's clock has come.
+    pub(crate) fn passed(&self, until: Instant) -> bool {
+        passed(until, self.begun)
+    }
+
     /// Whether the operation that this call serves has given up.
     pub(crate) fn overdue(&self) -> bool {
-        self.until.is_some_and(|until| until <= Instant::now())
+        self.until.is_some_and(|until| self.passed(until))
     }
 
     /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
@@ -217,9 +248,9 @@ impl HostState {
         } else if self.spent > call {
             self.tenant.counters.refused("limits.call");
             format!("the call used more than its {call:?} of guest time")
-        } else if self.begun.elapsed() > wall {
+        } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
-        } else if self.until.is_some_and(|until| until.elapsed() > GRACE) {
+        } else if self.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
             "the call went on after the deadline of its operation".to_string()
         } else {
             return Ok(());
@@ -228,10 +259,15 @@ impl HostState {
         Err(wasmtime::format_err!("{why}"))
     }
 
+    /// Whether the call has taken so long in all.
+    fn over(&self, wall: Duration) -> bool {
+        self.begun.checked_add(wall).is_some_and(|end| self.passed(end))
+    }
+
     /// The end of a guest whose call has no time left: in all, or for its operation.
     pub(crate) fn out_of_time(&mut self, what: &str) -> wasmtime::Error {
         let wall = self.tenant.limits.wall;
-        let why = if self.begun.elapsed() >= wall {
+        let why = if self.over(wall) {
             self.tenant.counters.refused("limits.call-in-all");
             format!("the call took more than {wall:?} in all, waits included")
         } else {
@@ -248,6 +284,7 @@ impl HostState {
         self.until = until;
         self.entered = self.begun;
         self.spent = Duration::ZERO;
+        self.away = 0;
         self.causes.clear();
         self.limit = None;
     }

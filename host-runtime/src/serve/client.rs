@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use hw_bridge::dial::dial;
 use hw_bridge::foreign::Mark;
 use hw_bridge::links::Granted;
+use hw_bridge::patience::Wait;
 use hw_bridge::peers::{Control as ControlSegment, Peer};
 use hw_bridge::segment::Segment;
 use hw_bridge::semaphore::{WaitPolicy, asymmetric};
@@ -133,6 +134,8 @@ impl Line {
                     message::send(&self.stream, &Request::Abort { reason }, &[], Instant::now() + SERVICE_MESSAGE)?;
                     continue;
                 }
+                // It has begun to answer.
+                let until = until.max(Instant::now() + SERVICE_MESSAGE);
                 let (said, fds) = message::receive::<Said>(&self.stream, 3 * LINKS_AT_ONCE, until)?;
                 self.calls.store(said.calls, Ordering::Relaxed);
                 let mut fds = VecDeque::from(fds);
@@ -168,8 +171,9 @@ impl Line {
 /// Waits until `stream` has something to read. Answers the reason of an abort that comes before.
 fn aborted(stream: &UnixStream, abort: Option<&AbortToken>, until: Instant) -> Result<Option<String>, MessageError> {
     let begun = Instant::now();
+    let mut wait = Wait::until(until);
     loop {
-        let left = until.saturating_duration_since(Instant::now());
+        let left = wait.left().unwrap_or_default();
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
         let mut fds = vec![PollFd::new(stream, PollFlags::IN)];
         fds.extend(abort.map(|a| PollFd::from_borrowed_fd(a.event(), PollFlags::IN)));

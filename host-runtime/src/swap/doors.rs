@@ -6,6 +6,9 @@ use std::cell::Cell;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use hw_bridge::limits::WAIT_STEP;
+use hw_bridge::patience::Wait;
+
 use crate::error::Error;
 use crate::tenant::lock;
 
@@ -92,12 +95,13 @@ impl Doors {
         held_up: impl Fn(&State) -> bool,
     ) -> Result<MutexGuard<'_, State>, Error> {
         let begun = Instant::now();
+        let mut wait = begun.checked_add(patience).map(Wait::until);
         let mut state = lock(&self.state);
         while held_up(&state) {
-            let left = patience.saturating_sub(begun.elapsed());
-            if left.is_zero() {
+            // A patience beyond what the clock can say has no end.
+            let Some(left) = wait.as_mut().map_or(Some(WAIT_STEP), Wait::left) else {
                 return Err(Error::Frozen { entry, waited: begun.elapsed() });
-            }
+            };
             state = self.changed.wait_timeout(state, left).unwrap_or_else(|p| p.into_inner()).0;
         }
         Ok(state)
@@ -109,13 +113,13 @@ impl Doors {
         let mut state = lock(&self.state);
         (state.shut, state.leaves) = (true, leave);
         let shut = Shut(self);
+        let mut wait = Wait::until(until);
         while state.inside > 0 && !leave {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let Some(left) = wait.left() else {
                 let inside = state.inside;
                 drop(state);
                 return Err(inside);
-            }
+            };
             state = self.changed.wait_timeout(state, left).unwrap_or_else(|p| p.into_inner()).0;
         }
         drop(state);

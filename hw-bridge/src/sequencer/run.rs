@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use super::{Absent, At, CallArgs, Lane, LocalMem, OpError, Place, Schedule, Sealed, Step};
 use crate::dtype::ReduceOp;
 use crate::flight::State;
-use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, SLOT_BYTES, SLOTS};
+use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, NAP, SLOT_BYTES, SLOTS};
+use crate::patience::Wait;
 use crate::peers::{Aside, FLAG_PRIVATE, LaneView, NO_RANK, OpHeader, Peer, RankState, STEP_DONE};
 use crate::reduce;
 use crate::semaphore::{self, WaitPolicy};
@@ -362,20 +363,20 @@ impl Lane {
                 return Err(OpError::Died { rank, seq, what: what(), peer: p.rank, pid: p.pid, last });
             }
         }
-        let now = Instant::now();
         // A time-out beyond what the clock can say is none.
-        let Some(end) = now.checked_add(wait.timeout) else { return Ok(()) };
+        let Some(end) = Instant::now().checked_add(wait.timeout) else { return Ok(()) };
         // The rank that is waited for may be at work in this very operation, in one long step.
         let worked = endpoint.peer(waited).map_or(0, |p| {
             let counted = self.of(p).tally().read();
             counted.copied.wrapping_add(counted.reduced)
         });
-        let (deadline, before) = *wait.deadline.get_or_insert((end, worked));
-        if now < deadline {
+        let fresh = || (Wait::until(end).stepping(NAP), worked);
+        let (deadline, before) = wait.deadline.get_or_insert_with(fresh);
+        if deadline.left().is_some() {
             return Ok(());
         }
-        if worked != before {
-            wait.deadline = Some((end, worked));
+        if worked != *before {
+            wait.deadline = Some(fresh());
             return Ok(());
         }
         let mut absent: Vec<Absent> = Vec::new();
@@ -646,7 +647,7 @@ struct WaitCtx<'a> {
     seq: u64,
     timeout: Duration,
     /// When the wait gives up, and how many bytes the rank that it waits for had moved when that was set.
-    deadline: Option<(Instant, u64)>,
+    deadline: Option<(Wait, u64)>,
     last_wait: u16,
     /// Some wait of the operation was not over soon.
     napped: bool,

@@ -111,7 +111,8 @@ fn a_limit_of_threads_is_named() {
     has(&e, &["RLIMIT_NPROC (threads and processes of this user) is 1", "ulimit -u"]);
 }
 
-/// Killed again and again at any moment, ranks leave no process, no file, no socket.
+/// Killed again and again at any moment, ranks leave no process, no memory, no socket that anybody listens at. (Of control sockets a
+/// file stays, until the next process looks: the tests of these.)
 #[test]
 fn ranks_that_are_killed_again_and_again_leave_nothing() {
     let _one = alone();

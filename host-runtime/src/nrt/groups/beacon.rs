@@ -39,6 +39,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSoc
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, KeyInit, Mac};
+use hw_bridge::patience::{Wait, passed};
 use hw_bridge::sequencer::Endpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sha2::Sha256;
@@ -363,7 +364,7 @@ impl<'a> Meeting<'a> {
             match tried {
                 Ok(s) => return Ok(s),
                 Err(e) if e.kind() == ErrorKind::ConnectionRefused => return Err(gone(rank)),
-                Err(e) if Instant::now() >= until => return Err(format!("rank {rank} at {at} was not reached: {e}")),
+                Err(e) if passed(until, self.begun) => return Err(format!("rank {rank} at {at} was not reached: {e}")),
                 Err(_) => std::thread::sleep(PAUSE),
             }
         }
@@ -416,6 +417,7 @@ impl Messages for Meeting<'_> {
             return got;
         }
         let watch = self.dial(from, WATCH, &[], until);
+        let mut wait = Wait::until(until).since(self.begun);
         loop {
             // Looked at before the connections are taken in: what it sent before it left is there by then.
             let left = match &watch {
@@ -433,15 +435,14 @@ impl Messages for Meeting<'_> {
             if let Some(why) = left {
                 return Err(why);
             }
-            let wait = until.saturating_duration_since(Instant::now());
-            if wait.is_zero() {
+            let Some(left) = wait.left() else {
                 let rank = self.members[from];
                 return Err(format!("rank {rank} lives but did not come in time; it must call the same function"));
-            }
+            };
             if let Ok(s) = &watch {
                 // Strangers and the process are looked at now and then; what is written to a watch is of no interest.
-                let wait = wait.min(LOOK);
-                let timeout = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: i64::from(wait.subsec_nanos()) };
+                let left = left.min(LOOK);
+                let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
                 let mut fds = [PollFd::new(&self.beacon.listener, PollFlags::IN), PollFd::new(s, PollFlags::RDHUP)];
                 // A signal only makes the loop look once more.
                 let _ = poll(&mut fds, Some(&timeout));

@@ -1,0 +1,79 @@
+//! Time in which a process was stopped is no waiting time of its own; that of one that is waited for is.
+
+mod common;
+
+use std::time::Duration;
+
+use common::free_port;
+use common::ranks::{Rank, spawn};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// A wait gives up after this.
+const DEADLINE_MS: &str = "8000";
+/// Longer than that.
+const SUSPENDED: Duration = Duration::from_secs(11);
+
+fn signal(rank: &Rank, signal: Signal) {
+    kill_process(Pid::from_child(&rank.child), signal).unwrap();
+}
+
+fn start(script: &str, root: &str, rank: usize, n: usize) -> Rank {
+    let vars = [("WCCL_TIMEOUT_MS", DEADLINE_MS), ("NEURON_CCOM_SOCK_TIMEOUT", DEADLINE_MS)];
+    let command = std::process::Command::new(env!("CARGO_BIN_EXE_fault"));
+    spawn(command, root, script, rank, n, &vars)
+}
+
+fn begins(rank: &Rank, with: &str) -> String {
+    let line = rank.line();
+    assert!(line.starts_with(with), "{line}");
+    line
+}
+
+/// All ranks are stopped, for longer than their deadlines, and go on one after the other: the one that waits first of all.
+#[test]
+fn a_job_that_was_suspended_in_an_operation_completes_it() {
+    let root = format!("127.0.0.1:{}", free_port());
+    let scripts = ["say:waits barrier say:through", "say:late sleep:4000 barrier say:through"];
+    let ranks: Vec<Rank> = scripts.iter().enumerate().map(|(r, s)| start(s, &root, r, 2)).collect();
+    ranks.iter().for_each(|r| drop(begins(r, "ready")));
+    begins(&ranks[0], "waits");
+    begins(&ranks[1], "late");
+    std::thread::sleep(Duration::from_secs(1));
+    ranks.iter().for_each(|r| signal(r, Signal::STOP));
+    std::thread::sleep(SUSPENDED);
+    for r in &ranks {
+        signal(r, Signal::CONT);
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    ranks.iter().for_each(|r| drop(begins(r, "through")));
+}
+
+/// The same while they wait for a rank that has not been started yet.
+#[test]
+fn a_job_that_was_suspended_while_it_started_starts() {
+    let root = format!("127.0.0.1:{}", free_port());
+    let mut ranks: Vec<Rank> = (0..2).map(|r| start("barrier say:through", &root, r, 3)).collect();
+    // Long enough for both to have come to where they wait; if not, they have more time afterwards.
+    std::thread::sleep(Duration::from_secs(2));
+    ranks.iter().for_each(|r| signal(r, Signal::STOP));
+    std::thread::sleep(SUSPENDED);
+    ranks.iter().for_each(|r| signal(r, Signal::CONT));
+    ranks.push(start("barrier say:through", &root, 2, 3));
+    for r in &ranks {
+        begins(r, "ready");
+        begins(r, "through");
+    }
+}
+
+/// One that alone is stopped is reported by those who wait for it, as ever.
+#[test]
+fn a_rank_that_alone_is_stopped_is_named_by_the_others() {
+    let root = format!("127.0.0.1:{}", free_port());
+    let ranks: Vec<Rank> =
+        ["say:waits barrier", "sleep:600000"].iter().enumerate().map(|(r, s)| start(s, &root, r, 2)).collect();
+    ranks.iter().for_each(|r| drop(begins(r, "ready")));
+    begins(&ranks[0], "waits");
+    signal(&ranks[1], Signal::STOP);
+    let e = begins(&ranks[0], "error");
+    assert!(e.contains("timed out") && e.contains("rank 1") && e.contains("its process is stopped"), "{e}");
+}
