@@ -22,7 +22,7 @@
 //!
 //! Invariants:
 //! * The result of an element depends on the elements at its position only: not on the processor, the alignment, the
-//!   count, or which of the functions below was called.
+//!   count, the floating-point state of the thread, or which of the functions below was called.
 //! * No byte outside the `count` elements of `dst` is written, none outside those of a source is read.
 //!
 //! Any thread may call anything here. The processor is asked once what it can do (AVX-512, AVX2 with F16C, or what the
@@ -33,11 +33,15 @@
 //! | `element` | decoding, encoding and arithmetic of one element |
 //! | `kernel` | the loops, compiled per instruction set |
 //! | `copy` | plain and streaming copies |
+//! | `float_state` | whatever the program did to its threads, arithmetic is done in the default state |
 
 #[cfg(test)]
 mod bounds;
 mod copy;
 mod element;
+mod float_state;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod float_tests;
 mod kernel;
 #[cfg(test)]
 mod tests;
@@ -45,6 +49,7 @@ mod tests;
 use std::sync::OnceLock;
 
 pub use copy::{copy, copy_nt};
+pub use float_state::in_default_float_state;
 
 use crate::dtype::{DataType, ReduceOp};
 use crate::limits::MAX_LOCAL_RANKS;
@@ -240,8 +245,10 @@ unsafe fn reduce_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, s
         [] => {}
         // SAFETY: the caller's contract: the two are equal, or do not overlap.
         [only] => unsafe { copy(dst, only, count * dtype.size()) },
-        // SAFETY: the caller's contract.
-        _ => unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) },
+        _ => in_default_float_state(|| {
+            // SAFETY: the caller's contract.
+            unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) }
+        }),
     }
 }
 
@@ -258,7 +265,7 @@ unsafe fn reduce_scaled_at(
 ) {
     if let Some(kernel) = level.scaled_kernel(dtype).filter(|_| !srcs.is_empty()) {
         // SAFETY: the caller's contract.
-        unsafe { kernel(dst, srcs, scales, count) }
+        in_default_float_state(|| unsafe { kernel(dst, srcs, scales, count) });
     }
 }
 
@@ -266,7 +273,9 @@ unsafe fn reduce_scaled_at(
 /// As [`scale_avg`], and the processor supports `level`.
 unsafe fn scale_avg_at(level: Level, dtype: DataType, dst: *mut u8, count: usize, n: usize) {
     if n > 1 {
-        // SAFETY: the caller's contract; `dst` is its own only source.
-        unsafe { level.kernel(ReduceOp::Avg, dtype)(dst, &[dst.cast_const()], count, n) }
+        in_default_float_state(|| {
+            // SAFETY: the caller's contract; `dst` is its own only source.
+            unsafe { level.kernel(ReduceOp::Avg, dtype)(dst, &[dst.cast_const()], count, n) }
+        });
     }
 }
