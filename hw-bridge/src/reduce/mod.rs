@@ -13,7 +13,8 @@
 //!   even. What is too large becomes an infinity. So one call with n sources is more exact than n − 1 calls with two.
 //! * **max and min** of floats are IEEE 754-2019 `maximum` and `minimum`: a NaN wins, and −0 is less than +0.
 //! * **An average** of floats divides the f32 sum by the number of sources (a division, not a product with 1/n), before
-//!   the one rounding.
+//!   the one rounding. Where that sum is no finite number, the elements are summed and divided in f64 instead, which holds
+//!   any such sum: a mean of finite numbers is finite.
 //! * **A pre-scaled sum** multiplies each element by its source's f32 scale (a product rounded to f32), then sums as
 //!   above. There is none for integers.
 //! * **A NaN** in a result is the canonical one: positive, quiet, no payload (docs/decisions/0003-fp8-and-fp32r.md).
@@ -88,8 +89,8 @@ pub unsafe fn reduce_scaled(dtype: DataType, dst: *mut u8, srcs: &[*const u8], s
 /// Divides `count` elements in place by `n`: the end of an average that was summed pairwise around a ring. Integers
 /// truncate toward zero; floats divide in f32 and round once. With `n` 0 or 1 nothing is touched.
 ///
-/// For a type narrower than f32 this is not the same as [`ReduceOp::Avg`] over all sources at once: the pairwise sums
-/// were each rounded, and may have overflowed.
+/// For floats this is not the same as [`ReduceOp::Avg`] over all sources at once: the pairwise sums were each rounded, and
+/// may have overflowed, which cannot be made good here. No schedule averages floats so.
 ///
 /// # Safety
 /// `dst` is valid for reads and writes of `count * dtype.size()` bytes, and nobody else touches it during the call. No
