@@ -189,7 +189,8 @@ pub enum ReduceOp {
     Max,
     /// The smallest; for floats IEEE 754-2019 `minimum`: a NaN wins, and −0 is less than +0.
     Min,
-    /// The sum divided by the number of sources; integers truncate toward zero (the sum wraps first).
+    /// The sum divided by the number of sources; integers truncate toward zero (the sum wraps first). A mean of finite floats is
+    /// finite.
     Avg,
     /// The sum of every rank's elements times that rank's own f32 scale (NCCL's PreMulSum, the originals' FMA); floats
     /// only. Products and sums are rounded in f32, one after the other, nothing is fused; see

@@ -22,7 +22,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use hw_bridge::dtype::ReduceOp;
+use hw_bridge::dtype::{DataType, ReduceOp};
 use hw_bridge::limits::{SLOTS, STAGE_BYTES};
 use hw_bridge::peers::Op;
 use hw_bridge::sequencer::{At, Place, Schedule, Step};
@@ -207,8 +207,11 @@ impl Exprs {
         Ok(Val { expr: self.intern(node, fact), base: first.base })
     }
 
-    fn divide(&mut self, v: Val, n: u32) -> Result<Val, String> {
+    fn divide(&mut self, v: Val, n: u32, dtype: DataType) -> Result<Val, String> {
         let f = self.facts[v.expr as usize];
+        if dtype.is_float() {
+            return Err(format!("divides sums of {dtype}, which may be infinite where the average is not"));
+        }
         if f.closed || f.op != Some(ReduceOp::Sum) || f.ranks.count_ones() != n {
             return Err(format!("divides by {n} what is not the sum of {n}"));
         }
@@ -697,7 +700,7 @@ impl<'a> Machine<'a> {
                     let got = self.read(rank, k, dst, len)?;
                     let mut out = Vec::with_capacity(got.len());
                     for (at, len, v) in got {
-                        let v = self.exprs.divide(v, n).map_err(|e| self.at_step(rank, &e))?;
+                        let v = self.exprs.divide(v, n, s.header.dtype).map_err(|e| self.at_step(rank, &e))?;
                         out.push((at, len, v));
                     }
                     self.write(rank, k, dst, len, &out)

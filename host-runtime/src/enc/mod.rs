@@ -16,7 +16,9 @@
 //! | two-level | inside groups of about √n ranks, across them, inside again | 4 |
 //! | direct | the kernel copies from the peers' private memory; only moves, and only where it lets all ranks | 2 |
 //!
-//! Reductions take their sources in rank order (the ring: in ring order), so all ranks get the same bits.
+//! Reductions take their sources in rank order (the ring: in ring order), so all ranks get the same bits. Averages of floats
+//! are taken only where one rank has all sources of an element at once (one-hop, mesh, staged), and are finite where the
+//! sources are.
 
 pub mod check;
 mod device;
@@ -314,10 +316,13 @@ pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
         }
         _ if moves_nothing => false,
         Algorithm::Mesh => device,
-        Algorithm::Ring => device && ring::serves(call.op),
         Algorithm::Staged => call.private,
         // In place, both ranks of a pair would have to read before either writes.
         Algorithm::Direct => call.private && only_moves(call.op) && !(call.op == Op::AllToAll && call.in_place),
+        // From here on partial sums travel, in the element type. One that is too large for it would be lost, though the average
+        // of all is not too large.
+        _ if call.reduces() && call.redop == ReduceOp::Avg && call.dtype.is_float() => false,
+        Algorithm::Ring => device && ring::serves(call.op),
         // Partial sums of these lie where inputs lie elsewhere: they would be scaled again.
         _ if call.reduces() && call.redop == ReduceOp::PreMulSum => false,
         Algorithm::Halving => device && halving::serves(call.op),

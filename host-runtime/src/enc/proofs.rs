@@ -224,6 +224,14 @@ fn all_counts(algorithm: Algorithm) {
             if scaled.call(0).reduces() && scaled.choice(Some(algorithm), 8192) == algorithm {
                 scaled.prove();
             }
+            // An average ends in a step of its own where sums travel, and none of floats does.
+            for dtype in [DataType::Int32, DataType::Fp32] {
+                let mut mean = Group { redop: ReduceOp::Avg, dtype, ..scaled.clone() };
+                if mean.call(0).reduces() {
+                    mean.algorithm = mean.choice(Some(algorithm), 8192);
+                    mean.prove();
+                }
+            }
         });
     }
     assert!(proved > 0, "{algorithm:?} serves nothing");
@@ -321,6 +329,28 @@ fn noticed(all: &[(Call, Schedule)], lists: Lists<'_>, rank: usize, broken: Sche
     let mut all = all.to_vec();
     all[rank].1 = Schedule::clone(&sealed);
     prove(&all, lists).is_err()
+}
+
+/// A float average that is made of sums in the element type is noticed.
+#[test]
+fn an_average_of_rounded_sums_is_noticed() {
+    let mut tried = 0;
+    for g in samples() {
+        let mean = Group { redop: ReduceOp::Avg, dtype: DataType::Int32, ..g };
+        let all = mean.schedules();
+        let divides = |s: &Schedule| s.steps.iter().any(|step| matches!(step, Step::Average { .. }));
+        if !all.iter().any(|(_, s)| divides(s)) {
+            continue;
+        }
+        let mut floats = all;
+        for (call, schedule) in &mut floats {
+            (call.dtype, schedule.header.dtype) = (DataType::Fp32, DataType::Fp32);
+        }
+        let e = prove(&floats, mean.list.view()).unwrap_err().to_string();
+        assert!(e.contains("divides sums of fp32, which may be infinite where the average is not"), "{e}");
+        tried += 1;
+    }
+    assert!(tried > 10, "{tried}");
 }
 
 /// A scale that is forgotten is noticed, in every algorithm that has one.

@@ -16,6 +16,8 @@ fn calls(rank: usize, n: usize, count: u64, private: bool, in_place: bool) -> Ve
     let mut all: Vec<Call> = plain.map(|op| call(op, count, private, in_place)).collect();
     for c in &mut all {
         c.root = n / 2;
+        // Averages of integers exist in every algorithm.
+        c.dtype = DataType::Int32;
         if c.op == Op::SendRecv {
             (c.dst, c.src) = (Some((rank + 1) % n), Some((rank + n - 1) % n));
         }
@@ -75,6 +77,20 @@ fn a_forced_algorithm_that_does_not_serve_is_not_taken() {
     // Where both ranks of a pair would have to read first, and where elements are computed with.
     assert_eq!(with(&Call { in_place: true, ..private }, Algorithm::Direct, true), Algorithm::Staged);
     assert_eq!(with(&Call { op: Op::AllReduce, ..private }, Algorithm::Direct, true), Algorithm::Staged);
+}
+
+/// Where partial sums travel in the element type, one that is too large for it would be lost.
+#[test]
+fn averages_of_floats_go_where_no_partial_sum_travels() {
+    let pairwise = [Algorithm::Ring, Algorithm::Halving, Algorithm::Tree, Algorithm::TwoLevel];
+    for (op, forced) in [Op::AllReduce, Op::Reduce].into_iter().flat_map(|op| pairwise.map(|a| (op, a))) {
+        for dtype in DataType::ALL {
+            let average = Call { dtype, ..call(op, 1 << 20, false, false) };
+            let with = |redop| choose(&Call { redop, ..average }, 4, Some(forced), Some(8192), true);
+            let (sum, avg) = (with(ReduceOp::Sum), with(ReduceOp::Avg));
+            assert_eq!(avg, if dtype.is_float() { Algorithm::Mesh } else { sum }, "{op:?} {dtype} {forced:?}");
+        }
+    }
 }
 
 #[test]

@@ -2,12 +2,16 @@
 //!
 //! A trap, a passed deadline or a broken limit poisons the store; the instance then answers every call with the sentence
 //! that says what stopped it. Nothing the host needs for data in flight is inside.
+//!
+//! Guests plan with floats, and all ranks must come to one plan: whatever floating-point state the program left its thread in,
+//! a guest runs in the default one.
 
 use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
 use hw_bridge::patience::Wait;
+use hw_bridge::reduce::in_default_float_state;
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 
@@ -152,7 +156,7 @@ impl Instance {
         let span = store.data().span.clone();
         let _logged = span.enter();
         let ticking = Ticking::start();
-        let made = library.pre().instantiate(&mut store);
+        let made = in_default_float_state(|| library.pre().instantiate(&mut store));
         drop(ticking);
         let instance = made.map_err(|e| {
             let (_, limit) = store.data_mut().take_causes();
@@ -300,7 +304,7 @@ impl Instance {
         *stopped = Some(format!("a call did not come back (in {entry})"));
         let own = store.data().key;
         store.data_mut().key = key.or(own);
-        let answer = f(store, *instance);
+        let answer = in_default_float_state(|| f(&mut *store, *instance));
         store.data_mut().key = own;
         *stopped = None;
         match answer {

@@ -63,10 +63,23 @@ pub(super) trait Accumulator: Copy + Default {
     fn divisor(count: usize) -> Self::Divisor;
     /// Divides by the count; integers truncate toward zero.
     fn div(self, by: Self::Divisor) -> Self;
+    /// Whether this may be what is left of a sum that was too large. Sums of integers wrap: never.
+    #[inline(always)]
+    fn is_lost(self) -> bool {
+        false
+    }
+    /// The mean of values whose sum [is lost](Accumulator::is_lost); `None` for a type whose sums are not.
+    fn mean(values: impl Iterator<Item = Self>, by: Self::Divisor) -> Option<Self> {
+        let _ = (values, by);
+        None
+    }
 }
 
 /// One reduction as the kernels see it.
 pub(super) trait Operation {
+    /// Whether a sum that is lost is no loss: the result is finite if all elements are.
+    const MEAN: bool = false;
+
     fn fold<A: Accumulator>(a: A, b: A) -> A;
 
     /// Applied once to the folded value; `divisor` matters to [`Avg`] alone.
@@ -112,6 +125,8 @@ impl Operation for Min {
 }
 
 impl Operation for Avg {
+    const MEAN: bool = true;
+
     #[inline(always)]
     fn fold<A: Accumulator>(a: A, b: A) -> A {
         a.add(b)
@@ -275,6 +290,17 @@ impl Accumulator for f32 {
     #[inline(always)]
     fn div(self, by: f32) -> Self {
         self / by
+    }
+
+    #[inline(always)]
+    fn is_lost(self) -> bool {
+        !self.is_finite()
+    }
+
+    /// No sum of f32 is too large for f64, and no mean of them for f32: what is infinite here was so before.
+    fn mean(values: impl Iterator<Item = Self>, by: f32) -> Option<Self> {
+        let sum: f64 = values.map(f64::from).sum();
+        Some((sum / f64::from(by)) as f32)
     }
 }
 

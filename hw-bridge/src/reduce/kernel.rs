@@ -268,7 +268,37 @@ unsafe fn block<T: Element, O: Operation, I: Isa, S: Terms<T::Acc>, const B: usi
         for value in &mut acc {
             *value = O::finish(*value, divisor);
         }
-        store(dst.add(offset), &T::encode_block::<I, B>(&acc), valid);
+        let mut raw = T::encode_block::<I, B>(&acc);
+        if O::MEAN && acc.iter().fold(false, |any, value| any | value.is_lost()) {
+            means::<T, B>(&mut raw, sources, offset, valid, divisor);
+        }
+        store(dst.add(offset), &raw, valid);
+    }
+}
+
+/// Computes those means of a block anew whose sums were too large. (Or held an infinity or a NaN, which they still do then.)
+///
+/// # Safety
+/// As [`block`], and nothing of the block was stored yet.
+#[cold]
+#[inline(never)]
+unsafe fn means<T: Element, const B: usize>(
+    raw: &mut [T::Raw; B],
+    sources: &[*const u8],
+    offset: usize,
+    valid: usize,
+    divisor: <T::Acc as Accumulator>::Divisor,
+) {
+    for (i, raw) in raw[..valid].iter_mut().enumerate() {
+        if T::decode(*raw).is_lost() {
+            let at = offset + i * size_of::<T::Raw>();
+            // SAFETY: the caller vouches that `valid` elements at `offset` lie inside each source; no alignment is asked for.
+            let values =
+                sources.iter().map(|source| T::decode(unsafe { source.add(at).cast::<T::Raw>().read_unaligned() }));
+            if let Some(mean) = T::Acc::mean(values, divisor) {
+                *raw = T::encode(mean);
+            }
+        }
     }
 }
 

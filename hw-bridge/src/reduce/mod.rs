@@ -13,7 +13,8 @@
 //!   even. What is too large becomes an infinity. So one call with n sources is more exact than n − 1 calls with two.
 //! * **max and min** of floats are IEEE 754-2019 `maximum` and `minimum`: a NaN wins, and −0 is less than +0.
 //! * **An average** of floats divides the f32 sum by the number of sources (a division, not a product with 1/n), before
-//!   the one rounding.
+//!   the one rounding. Where that sum is no finite number, the elements are summed and divided in f64 instead, which holds
+//!   any such sum: a mean of finite numbers is finite.
 //! * **A pre-scaled sum** multiplies each element by its source's f32 scale (a product rounded to f32), then sums as
 //!   above. There is none for integers.
 //! * **A NaN** in a result is the canonical one: positive, quiet, no payload (docs/decisions/0003-fp8-and-fp32r.md).
@@ -22,7 +23,7 @@
 //!
 //! Invariants:
 //! * The result of an element depends on the elements at its position only: not on the processor, the alignment, the
-//!   count, or which of the functions below was called.
+//!   count, the floating-point state of the thread, or which of the functions below was called.
 //! * No byte outside the `count` elements of `dst` is written, none outside those of a source is read.
 //!
 //! Any thread may call anything here. The processor is asked once what it can do (AVX-512, AVX2 with F16C, or what the
@@ -33,11 +34,15 @@
 //! | `element` | decoding, encoding and arithmetic of one element |
 //! | `kernel` | the loops, compiled per instruction set |
 //! | `copy` | plain and streaming copies |
+//! | `float_state` | whatever the program did to its threads, arithmetic is done in the default state |
 
 #[cfg(test)]
 mod bounds;
 mod copy;
 mod element;
+mod float_state;
+#[cfg(all(test, target_arch = "x86_64"))]
+mod float_tests;
 mod kernel;
 #[cfg(test)]
 mod tests;
@@ -45,6 +50,7 @@ mod tests;
 use std::sync::OnceLock;
 
 pub use copy::{copy, copy_nt};
+pub use float_state::in_default_float_state;
 
 use crate::dtype::{DataType, ReduceOp};
 use crate::limits::MAX_LOCAL_RANKS;
@@ -83,8 +89,8 @@ pub unsafe fn reduce_scaled(dtype: DataType, dst: *mut u8, srcs: &[*const u8], s
 /// Divides `count` elements in place by `n`: the end of an average that was summed pairwise around a ring. Integers
 /// truncate toward zero; floats divide in f32 and round once. With `n` 0 or 1 nothing is touched.
 ///
-/// For a type narrower than f32 this is not the same as [`ReduceOp::Avg`] over all sources at once: the pairwise sums
-/// were each rounded, and may have overflowed.
+/// For floats this is not the same as [`ReduceOp::Avg`] over all sources at once: the pairwise sums were each rounded, and
+/// may have overflowed, which cannot be made good here. No schedule averages floats so.
 ///
 /// # Safety
 /// `dst` is valid for reads and writes of `count * dtype.size()` bytes, and nobody else touches it during the call. No
@@ -240,8 +246,10 @@ unsafe fn reduce_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, s
         [] => {}
         // SAFETY: the caller's contract: the two are equal, or do not overlap.
         [only] => unsafe { copy(dst, only, count * dtype.size()) },
-        // SAFETY: the caller's contract.
-        _ => unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) },
+        _ => in_default_float_state(|| {
+            // SAFETY: the caller's contract.
+            unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) }
+        }),
     }
 }
 
@@ -258,7 +266,7 @@ unsafe fn reduce_scaled_at(
 ) {
     if let Some(kernel) = level.scaled_kernel(dtype).filter(|_| !srcs.is_empty()) {
         // SAFETY: the caller's contract.
-        unsafe { kernel(dst, srcs, scales, count) }
+        in_default_float_state(|| unsafe { kernel(dst, srcs, scales, count) });
     }
 }
 
@@ -266,7 +274,9 @@ unsafe fn reduce_scaled_at(
 /// As [`scale_avg`], and the processor supports `level`.
 unsafe fn scale_avg_at(level: Level, dtype: DataType, dst: *mut u8, count: usize, n: usize) {
     if n > 1 {
-        // SAFETY: the caller's contract; `dst` is its own only source.
-        unsafe { level.kernel(ReduceOp::Avg, dtype)(dst, &[dst.cast_const()], count, n) }
+        in_default_float_state(|| {
+            // SAFETY: the caller's contract; `dst` is its own only source.
+            unsafe { level.kernel(ReduceOp::Avg, dtype)(dst, &[dst.cast_const()], count, n) }
+        });
     }
 }

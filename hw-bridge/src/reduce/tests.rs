@@ -133,15 +133,24 @@ pub(super) fn reference(op: ReduceOp, dtype: DataType, sources: &[&[u8]], diviso
     for at in (0..sources[0].len()).step_by(size) {
         let bits = sources.iter().map(|source| read_bits(&source[at..at + size]));
         let bits = if dtype.is_float() {
-            let value = bits
-                .map(|bits| codec.decode(bits))
+            let values: Vec<f32> = bits.map(|bits| codec.decode(bits)).collect();
+            let value = values
+                .iter()
+                .copied()
                 .reduce(|a, b| match op {
                     ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum => a + b,
                     ReduceOp::Prod => a * b,
                     ReduceOp::Max | ReduceOp::Min => extremum(op, a, b),
                 })
                 .expect("a source");
-            codec.encode(if op == ReduceOp::Avg { value / divisor as f32 } else { value })
+            codec.encode(match op {
+                // A sum too large for f32 is not too large for f64.
+                ReduceOp::Avg if !value.is_finite() => {
+                    (values.iter().map(|v| f64::from(*v)).sum::<f64>() / divisor as f32 as f64) as f32
+                }
+                ReduceOp::Avg => value / divisor as f32,
+                _ => value,
+            })
         } else {
             let value = bits
                 .map(|bits| wrap(i128::from(bits)))

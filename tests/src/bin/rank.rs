@@ -3,9 +3,10 @@
 
 use std::io::Write;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp, vars};
+use tests::floats::{self, Digest};
 
 fn number(name: &str) -> Result<usize> {
     variable(name)?.parse().with_context(|| format!("{name} is no number"))
@@ -62,6 +63,7 @@ fn run() -> Result<()> {
         "tally" => tally(&mut comm),
         "outlive" => outlive(&mut comm),
         "shrink" => shrink(&mut comm),
+        "floats" => floats(&mut comm),
         _ => bail!("unknown mode `{mode}`"),
     }
 }
@@ -95,6 +97,30 @@ fn bootstrap(comm: &mut Communicator, runtime: &Runtime) -> Result<()> {
     }
     // Nobody leaves while others still exchange.
     let _ = comm.bootstrap_all_gather(&[0]);
+    Ok(())
+}
+
+/// Reductions of every float type, in both memories and on a thread of their own; then a digest of their bits.
+fn floats(comm: &mut Communicator) -> Result<()> {
+    let rank = comm.rank();
+    let mut digest = Digest::default();
+    for (dtype, op) in floats::calls() {
+        let (mut mine, count) = (floats::input(rank, dtype), floats::COUNT as u64);
+        let tensor = comm.tensor(mine.len() as u64)?;
+        tensor.write(0, &mine)?;
+        let all_reduce = |comm: &mut Communicator, io: Io<'_>| match op {
+            ReduceOp::PreMulSum => comm.all_reduce_scaled(io, count, dtype, floats::scale(rank)),
+            op => comm.all_reduce(io, count, dtype, op),
+        };
+        all_reduce(comm, Io::in_place(&tensor))?;
+        // A thread has the state of the one that starts it.
+        std::thread::scope(|s| s.spawn(|| all_reduce(comm, Io::HostInPlace(&mut mine))).join())
+            .map_err(|_| anyhow!("a thread panicked"))??;
+        digest.add(&mine);
+        tensor.read(0, &mut mine)?;
+        digest.add(&mine);
+    }
+    say(&format!("bits {digest}"));
     Ok(())
 }
 

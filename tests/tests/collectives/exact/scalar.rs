@@ -108,13 +108,21 @@ pub fn reduced(dtype: DataType, op: ReduceOp, inputs: &[Vec<u8>], scales: &[f32]
                 Some(scale) => codec.decode(bytes) * scale,
                 None => codec.decode(bytes),
             });
-            let folded = terms.reduce(|a, b| match op {
+            let terms: Vec<f32> = terms.collect();
+            let folded = terms.iter().copied().reduce(|a, b| match op {
                 ReduceOp::Prod => a * b,
                 ReduceOp::Max | ReduceOp::Min => extremum(op, a, b),
                 _ => a + b,
             });
             let folded = folded.unwrap();
-            out.extend(codec.encode(if op == ReduceOp::Avg { folded / n as f32 } else { folded }));
+            out.extend(codec.encode(match op {
+                // What is too large for a sum of f32 is not too large for an average.
+                ReduceOp::Avg if !folded.is_finite() => {
+                    (terms.iter().map(|t| f64::from(*t)).sum::<f64>() / n as f64) as f32
+                }
+                ReduceOp::Avg => folded / n as f32,
+                _ => folded,
+            }));
         }
         return out;
     }
