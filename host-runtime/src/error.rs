@@ -1,7 +1,5 @@
 //! What can go wrong, by cause: the caller, the plugin, a peer, the system.
 
-use std::path::PathBuf;
-
 use crate::plugin::supervisor::Refusal;
 use crate::status::Status;
 
@@ -14,14 +12,6 @@ pub enum Error {
     /// A configuration variable or option makes no sense.
     #[error("{0}")]
     Config(String),
-    /// A plugin file cannot be used.
-    #[error("plugin {} cannot be used: {reason}", path.display())]
-    Plugin {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong and what to do.
-        reason: String,
-    },
     /// The collectives library did not load; every guarded wrapper answers so for the life of the runtime (INV-06).
     #[error("collectives are not available: {entry} was not called, because the load failed: {sentinel}")]
     NotLoaded {
@@ -44,7 +34,7 @@ pub enum Error {
         /// Sentences that belong to it, the innermost first.
         causes: Vec<String>,
     },
-    /// The plugin stopped before, and does not run again yet or at all.
+    /// The plugin stopped before, and does not run again: not yet, or not at all, or not in an instance that had left no plan.
     #[error("{entry} of plugin {plugin} was not called on tenant {tenant}: {refusal}; data in flight goes on")]
     Supervised {
         /// The entry.
@@ -53,10 +43,10 @@ pub enum Error {
         plugin: String,
         /// The tenant.
         tenant: String,
-        /// Quarantine, or a pause.
+        /// Quarantine, a pause, or an instance that is gone.
         refusal: Refusal,
     },
-    /// The instance trapped, ran out of time or over a limit, or already had and had left no plan to go on with.
+    /// The instance trapped, ran out of time or over a limit in this call.
     #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; data in flight goes on{}", listed(.causes))]
     Stopped {
         /// The entry.
@@ -80,13 +70,20 @@ pub enum Error {
         /// The plugin.
         plugin: String,
     },
-    /// Another call of the same instance did not end in time.
-    #[error("{entry} of plugin {plugin} was not called: another call has kept the instance busy for {waited:?}")]
+    /// Another call of the same instance did not end before this one's deadline. The instance is well: the call can be made again.
+    #[error(
+        "{entry} of plugin {plugin} was not called on tenant {tenant}: {inside} has kept its instance busy for {waited:?}; \
+         call it again when that has come back"
+    )]
     Busy {
         /// The entry.
         entry: &'static str,
         /// The plugin.
         plugin: String,
+        /// The tenant.
+        tenant: String,
+        /// The entry that is inside.
+        inside: &'static str,
         /// How long was waited.
         waited: std::time::Duration,
     },
@@ -178,12 +175,11 @@ impl Error {
         use hw_bridge::sequencer::OpError;
         match self {
             Error::Usage(_) | Error::Config(_) => Status::INVALID,
-            Error::Plugin { .. }
-            | Error::NotLoaded { .. }
-            | Error::Stopped { .. }
-            | Error::Supervised { .. }
-            | Error::Swap { .. }
-            | Error::Reentered { .. } => Status::FAILURE,
+            Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Supervised { .. } | Error::Swap { .. } => {
+                Status::FAILURE
+            }
+            // The plugin has done nothing wrong: whoever called has, or may call again.
+            Error::Reentered { .. } => Status::INVALID,
             Error::Entry { status, .. } | Error::Group { status, .. } | Error::Service { status, .. } => *status,
             Error::Busy { .. } | Error::Frozen { .. } | Error::Connecting { .. } => Status::TIMEOUT,
             Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,

@@ -136,7 +136,7 @@ impl NetLibrary {
             .function(&table, name)
             .ok_or_else(|| format!("net plugin {} has no entry `{name}` in ncclNetPlugin_v6", self.library.name))?;
         instance
-            .typed::<P, R>(&index)
+            .typed::<P, R>(entry, &index)
             .map_err(|e| format!("entry `{name}` of net plugin {}: {e}", self.library.name))?;
         instance.call::<P, R>(entry, &index, params).map(|r| r.0).map_err(|e| e.to_string())
     }

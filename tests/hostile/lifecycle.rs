@@ -69,8 +69,8 @@ pub fn group() -> Group {
     // Its plan is asked for when the rings are built, too, for a restart.
     let before = |cause: &str| {
         format!(
-            "pid …: plugin animal.wasm stopped in describe on tenant hostile: it had already stopped: {cause} (in export-state); \
-             data in flight goes on; `stateless` would leave the plans of the old plugin behind"
+            "pid …: describe of plugin animal.wasm was not called on tenant hostile: its instance stopped before: {cause} (in \
+             export-state); data in flight goes on; `stateless` would leave the plans of the old plugin behind"
         )
     };
     let animals = vec![

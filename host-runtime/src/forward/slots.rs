@@ -38,8 +38,8 @@ macro_rules! slots {
         /// Type-checks the export found for `slot`.
         pub(super) fn check(instance: &Instance, slot: usize, index: &ComponentExportIndex) -> Result<(), String> {
             match slot {
-                0 => instance.typed::<(u32,), VersionInfo>(index),
-                $($n => instance.typed::<($($t,)*), Answer<$r>>(index),)*
+                0 => instance.typed::<(u32,), VersionInfo>($orig0, index),
+                $($n => instance.typed::<($($t,)*), Answer<$r>>($orig, index),)*
                 _ => Err("there is no such slot".into()),
             }
         }

@@ -187,13 +187,13 @@ impl HostState {
         let name_of = name.name;
         let mut impostor = false;
         loop {
+            let left = wait.left().unwrap_or_default();
             // Without waiting: who has the name may have its backlog full and never accept.
             let asked = at.clone().and_then(|at| dial(&at, None, Instant::now())).map_err(std::io::Error::from);
             let asked = asked.and_then(|mut s| {
                 if !same_user(&s) {
                     return Err(std::io::ErrorKind::PermissionDenied.into());
                 }
-                let left = until.saturating_duration_since(Instant::now());
                 s.set_read_timeout(Some(left.clamp(PAUSE, PATIENCE)))?;
                 let mut answer = [0; ANSWER];
                 s.read_exact(&mut answer)?;

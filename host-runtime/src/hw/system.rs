@@ -92,19 +92,71 @@ fn words(set: &CpuSet) -> Vec<u64> {
     words
 }
 
-impl identity::Host for HostState {
-    fn host(&mut self) -> Trap<String> {
-        // The boot id tells containers with equal host names on different machines apart.
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let uname = rustix::system::uname();
-        Ok(format!("{}/{}", uname.nodename().to_string_lossy(), boot.trim()))
+/// Where a process runs, as far as it matters to who can be linked with whom.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Place {
+    /// Boot id of the machine.
+    boot: String,
+    /// Inode of the network namespace. Links are made over abstract sockets, which are names of such a namespace: two
+    /// processes of one user can be linked if and only if they share it, whatever else their containers have of their own.
+    network: u64,
+    /// Inode of the PID namespace, in which process numbers mean something.
+    pids: u64,
+}
+
+impl Place {
+    const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
+    /// This process's.
+    fn here() -> Result<Place, String> {
+        let unknown = |path: &str, e: std::io::Error| {
+            format!(
+                "{path} cannot be read ({e}), and without it this server cannot be told from others; mount /proc here"
+            )
+        };
+        let namespace = |path: &str| rustix::fs::stat(path).map(|s| s.st_ino).map_err(|e| unknown(path, e.into()));
+        let boot = std::fs::read_to_string(Place::BOOT).map_err(|e| unknown(Place::BOOT, e))?;
+        Ok(Place {
+            boot: boot.trim().into(),
+            network: namespace("/proc/self/ns/net")?,
+            pids: namespace("/proc/self/ns/pid")?,
+        })
     }
 
-    fn process(&mut self) -> Trap<String> {
+    /// The server: what differs in few digits comes first, where a hash of the text spreads it over all bits.
+    fn server(&self) -> String {
+        format!("{}/{}", self.network, self.boot)
+    }
+
+    fn process(&self, pid: u32, tenant: u64) -> String {
+        format!("{}/{pid}/{tenant:x}", self.pids)
+    }
+}
+
+impl HostState {
+    fn placed(&mut self, tell: impl FnOnce(Place) -> String) -> Trap<Answer<String>> {
+        Ok(Place::here().map(tell).map_err(|why| self.fail(Status::FAILURE, why)))
+    }
+}
+
+impl identity::Host for HostState {
+    fn host(&mut self) -> Trap<Answer<String>> {
+        self.placed(|p| p.server())
+    }
+
+    fn machine(&mut self) -> Trap<Answer<String>> {
+        self.placed(|p| p.boot)
+    }
+
+    fn name(&mut self) -> Trap<String> {
+        Ok(rustix::system::uname().nodename().to_string_lossy().into_owned())
+    }
+
+    fn process(&mut self) -> Trap<Answer<String>> {
         // The tenant runtime is the process in the original's sense; its number tells two in one process apart.
-        let start = self.tenant.number;
+        let tenant = self.tenant.number;
         let pid = self.client.as_ref().map_or_else(std::process::id, |c| c.owner.pid);
-        Ok(format!("{pid}/{start:x}"))
+        self.placed(|p| p.process(pid, tenant))
     }
 
     fn shm_device(&mut self) -> Trap<u64> {
@@ -334,6 +386,27 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::limits::Limits;
     use crate::tenant::limited;
+
+    /// What containers have of their own and links do not mind is no part of it.
+    #[test]
+    fn a_server_is_a_boot_and_a_network_namespace() {
+        let here = Place::here().unwrap();
+        assert_eq!(here, Place::here().unwrap());
+        assert_eq!((here.boot.len(), here.network > 0 && here.pids > 0), (36, true));
+        let place = |boot: &str, network, pids| Place { boot: boot.into(), network, pids };
+        let one = place("b00t", 4026531840, 7);
+        assert_eq!(one.server(), place("b00t", 4026531840, 8).server());
+        assert_ne!(one.server(), place("b00t", 4026531841, 7).server());
+        assert_ne!(one.server(), place("b11t", 4026531840, 7).server());
+        // The first process of each container has number 1, and its first tenant too.
+        assert_ne!(one.process(1, 1), place("b00t", 4026531840, 8).process(1, 1));
+        assert_ne!(one.process(1, 1), one.process(1, 2));
+        assert_ne!(one.process(1, 1), one.process(2, 1));
+        // A host name is for messages.
+        let mut s = HostState::new(limited(Limits::default()), None, AbortToken::new().unwrap(), None);
+        let (host, name) = (identity::Host::host(&mut s).unwrap().unwrap(), identity::Host::name(&mut s).unwrap());
+        assert_eq!((host, name.is_empty()), (here.server(), false));
+    }
 
     #[test]
     fn loopback_is_down_without_an_address_that_runs() {

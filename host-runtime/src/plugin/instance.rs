@@ -234,14 +234,11 @@ impl Instance {
         let deadline = until.into_iter().fold(begun + self.tenant.limits.entry, Instant::min);
         let mut wait = Wait::until(deadline);
         let mut busy = lock(&self.busy);
-        while busy.is_some() {
+        while let Some(inside) = *busy {
             let Some(left) = wait.left() else {
                 let waited = deadline.saturating_duration_since(begun);
-                return Err(self.stop_error(
-                    entry,
-                    format!("another call has kept it busy for {waited:?}"),
-                    Vec::new(),
-                ));
+                let (plugin, tenant) = (self.library.name.clone(), self.tenant.name.clone());
+                return Err(Error::Busy { entry, plugin, tenant, inside, waited });
             };
             busy = self.idle.wait_timeout(busy, left).unwrap_or_else(|p| p.into_inner()).0;
         }
@@ -290,7 +287,7 @@ impl Instance {
         }
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
-            return Err(self.stop_error(entry, format!("it had already stopped: {cause}"), Vec::new()));
+            return Err(self.supervised(entry, Refusal::Gone { last: cause.clone() }));
         }
         let span = store.data().span.clone();
         let _logged = span.enter();
@@ -336,17 +333,17 @@ impl Instance {
         inside.filter(|_| self.unwanted.set(why.into()).is_ok())
     }
 
-    /// Type-checks an export without calling it, after the call that is inside.
+    /// Type-checks the export that is to be called as `entry`, after the call that is inside.
     ///
     /// # Errors
     /// That it has another type; or that the call inside did not end in time.
-    pub(crate) fn typed<P, R>(&self, index: &ComponentExportIndex) -> Result<(), String>
+    pub(crate) fn typed<P, R>(&self, entry: &'static str, index: &ComponentExportIndex) -> Result<(), String>
     where
         P: ComponentNamedList + Lower,
         R: Lift + wasmtime::component::ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
-        let _entered = self.enter("a check of its types", UNTIL.take()).map_err(|e| e.to_string())?;
+        let _entered = self.enter(entry, UNTIL.take()).map_err(|e| e.to_string())?;
         let mut inner = lock(&self.inner);
         let Inner { store, instance, .. } = &mut *inner;
         let found = instance.get_typed_func::<P, (R,)>(&mut *store, index);

@@ -3,6 +3,7 @@
 //! Words that are easily mixed up: a *plugin* is a file; a [`Library`] is a plugin that was compiled and whose imports
 //! this host serves; an [`Instance`] is a library in a store of its own, the unit of failure, of limits and of swapping.
 
+#[expect(unsafe_code, reason = "code that was compiled before and kept is loaded")]
 pub mod cache;
 pub mod check;
 mod cost;
@@ -228,6 +229,7 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::error::Error;
+    use crate::status::Status;
     use crate::tenant::{Tenant, limited};
 
     const CALLS_BACK: &str = r#"(component
@@ -271,8 +273,12 @@ mod tests {
     }
 
     fn call(i: &Instance, name: &str) -> Result<(), Error> {
+        call_as(i, "entry", name)
+    }
+
+    fn call_as(i: &Instance, entry: &'static str, name: &str) -> Result<(), Error> {
         let index = i.library().component.get_export_index(None, name).unwrap();
-        i.with("entry", |store, instance| {
+        i.with(entry, |store, instance| {
             let f = instance.get_typed_func::<(), ()>(&mut *store, &index)?;
             f.call(store, ())
         })
@@ -283,11 +289,11 @@ mod tests {
     #[test]
     fn an_instance_on_the_stack_is_never_entered_again() {
         let cell: Arc<OnceLock<Arc<Instance>>> = Arc::default();
-        let seen: Arc<Mutex<Vec<String>>> = Arc::default();
+        let seen: Arc<Mutex<Vec<(String, Status)>>> = Arc::default();
         let (inner, log) = (cell.clone(), seen.clone());
         let (outer, _) = instance(Limits::default(), move || {
             let again = call(inner.get().unwrap(), "entry").unwrap_err();
-            log.lock().unwrap().push(again.to_string());
+            log.lock().unwrap().push((again.to_string(), again.status()));
         });
         cell.set(outer.clone()).unwrap();
         // The refusal is the callback's to handle; the outer call goes on, and the instance serves again.
@@ -295,7 +301,9 @@ mod tests {
             call(&outer, "entry").unwrap();
             let texts = seen.lock().unwrap();
             assert_eq!(texts.len(), round);
-            assert!(texts[0].contains("from inside one of its own callbacks"), "{}", texts[0]);
+            let (text, status) = &texts[0];
+            assert!(text.contains("from inside one of its own callbacks"), "{text}");
+            assert_eq!(*status, Status::INVALID);
         }
     }
 
@@ -338,28 +346,35 @@ mod tests {
         assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);
     }
 
-    /// It would wait for as long as that call takes.
+    /// Neither a call nor a check of types waits for as long as that call takes; it is no fault of the plugin, and passes.
     #[test]
-    fn types_are_not_checked_behind_a_call_that_does_not_end_in_time() {
+    fn an_instance_is_busy_behind_a_call_that_does_not_end_in_time() {
         let (inside, entered) = std::sync::mpsc::channel();
         let (done, checked) = std::sync::mpsc::channel::<()>();
         let (inside, checked) = (Mutex::new(inside), Mutex::new(checked));
-        let (i, _) = instance(Limits::default(), move || {
+        let (i, tenant) = instance(Limits::default(), move || {
             inside.lock().unwrap().send(()).unwrap();
-            // It ends all the same if the check waits for it.
+            // It ends all the same if the others wait for it.
             let _ = checked.lock().unwrap().recv_timeout(Duration::from_secs(20));
         });
         let index = i.library().component.get_export_index(None, "spin").unwrap();
         std::thread::scope(|s| {
             let calls = s.spawn(|| call(&i, "entry"));
             entered.recv().unwrap();
-            let until = Instant::now() + Duration::from_millis(20);
-            let e = bounded(Some(until), || i.typed::<(), u32>(&index)).unwrap_err();
-            assert!(e.contains("another call has kept it busy"), "{e}");
+            let soon = || Some(Instant::now() + Duration::from_millis(20));
+            let said =
+                "spin of plugin calls-back was not called on tenant default: entry has kept its instance busy for ";
+            let e = bounded(soon(), || i.typed::<(), u32>("spin", &index)).unwrap_err();
+            assert!(e.starts_with(said), "{e}");
+            let e = bounded(soon(), || call_as(&i, "spin", "spin")).unwrap_err();
+            assert!(matches!(e, Error::Busy { inside: "entry", .. }), "{e:?}");
+            assert_eq!(e.status(), Status::TIMEOUT);
+            assert!(e.to_string().starts_with(said), "{e}");
+            assert_eq!((i.stopped(), tenant.counters.traps()), (None, 0));
             done.send(()).unwrap();
             calls.join().unwrap().unwrap();
         });
-        let e = i.typed::<(), u32>(&index).unwrap_err();
+        let e = i.typed::<(), u32>("spin", &index).unwrap_err();
         assert!(e.starts_with("it has another type: "), "{e}");
     }
 
@@ -381,8 +396,24 @@ mod tests {
         assert!(tenant.counters.component_calls() >= 4);
         let e = call(&slow_host, "spin").unwrap_err().to_string();
         assert!(e.contains("100ms of guest time"), "{e}");
-        let e = call(&slow_host, "entry").unwrap_err().to_string();
-        assert!(e.contains("already stopped"), "{e}");
+        assert_eq!(tenant.counters.traps(), 1);
+    }
+
+    /// It is said which entry stopped it, and not that the one did which was not called.
+    #[test]
+    fn an_instance_that_stopped_is_not_called() {
+        let limits = Limits { call: Duration::from_millis(100), ..Limits::default() };
+        let (i, tenant) = instance(limits, || {});
+        let e = call_as(&i, "spin", "spin").unwrap_err();
+        assert!(matches!(e, Error::Stopped { entry: "spin", .. }), "{e:?}");
+        assert_eq!(e.status(), Status::FAILURE);
+        let e = call(&i, "entry").unwrap_err();
+        assert_eq!(e.status(), Status::FAILURE);
+        assert_eq!(
+            e.to_string(),
+            "entry of plugin calls-back was not called on tenant default: its instance stopped before: the call used more \
+             than its 100ms of guest time (in spin); data in flight goes on"
+        );
         assert_eq!(tenant.counters.traps(), 1);
     }
 

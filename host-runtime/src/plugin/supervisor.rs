@@ -33,7 +33,7 @@ struct Record {
     quarantined: bool,
 }
 
-/// Why an instance is not made.
+/// Why a plugin that stopped is not called, and no instance made in the place of the one that did.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
     /// It stopped too often.
@@ -50,6 +50,11 @@ pub enum Refusal {
         /// How much longer.
         left: Duration,
         /// What stopped it.
+        last: String,
+    },
+    /// This instance stopped, and no other takes its place.
+    Gone {
+        /// What stopped it, and in which entry.
         last: String,
     },
 }
@@ -183,6 +188,7 @@ impl std::fmt::Display for Refusal {
             Refusal::Pausing { left, last } => {
                 write!(f, "it stopped a moment ago ({last}) and runs again in {left:?}; try again then")
             }
+            Refusal::Gone { last } => write!(f, "its instance stopped before: {last}"),
         }
     }
 }

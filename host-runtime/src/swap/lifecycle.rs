@@ -32,7 +32,7 @@ where
     if until.is_some_and(|until| until <= Instant::now()) {
         return Err(format!("`{name}` of {} was not called: the time is over", library.name));
     }
-    let typed = bounded(until, || instance.typed::<P, R>(&index));
+    let typed = bounded(until, || instance.typed::<P, R>(name, &index));
     typed.map_err(|e| format!("`{name}` of {}: {e}", library.name))?;
     bounded(until, || instance.call::<P, R>(name, &index, params)).map(|r| r.0).map_err(|e| e.to_string())
 }

@@ -95,8 +95,8 @@ pub struct Edge {
 pub trait Links {
     /// What stands for a connection.
     type Connector;
-    /// Whether `transport` serves the pair.
-    fn can_connect(&mut self, transport: Transport, edge: Edge) -> Result<bool, Failure>;
+    /// Whether `transport` serves the pair, and if not, why.
+    fn can_connect(&mut self, transport: Transport, edge: Edge) -> Result<Result<(), String>, Failure>;
     /// Fills the IPC field for this edge's peer.
     fn setup(&mut self, edge: Edge) -> Result<[u8; IPC_BYTES], Failure>;
     /// Sends blobs to a peer over the bootstrap, hint "p2pconnect".
@@ -109,6 +109,8 @@ pub trait Links {
     fn log(&mut self, line: String);
     /// Logical core of a rank, for messages.
     fn device_of(&self, rank: usize) -> i32;
+    /// A rank and its host, for messages.
+    fn place_of(&self, rank: usize) -> String;
 }
 
 /// Connects `edges`, in the round-robin order of peer distances that keeps both sides from waiting crosswise. The peer
@@ -158,19 +160,27 @@ pub fn run<L: Links>(
     Ok(made)
 }
 
-/// The first transport that serves, from index 0 (the ring path always has a graph), or the terminal message (INV-82).
+/// The first transport that serves, from index 0 (the ring path always has a graph), or the terminal message (INV-82), with
+/// both ends and what each transport said.
 fn choose<L: Links>(l: &mut L, rank: usize, edge: Edge) -> Result<Transport, Failure> {
+    let mut declined = Vec::new();
     for t in &Transport::TABLE[first_transport(true, rank, edge.peer)..] {
-        if l.can_connect(*t, edge)? {
-            let (from, to) = if edge.is_send { (rank, edge.peer) } else { (edge.peer, rank) };
-            l.log(format!("Channel {:02} : {from} -> {to} via {}", edge.channel, t.name()));
-            return Ok(*t);
+        match l.can_connect(*t, edge)? {
+            Ok(()) => {
+                let (from, to) = if edge.is_send { (rank, edge.peer) } else { (edge.peer, rank) };
+                l.log(format!("Channel {:02} : {from} -> {to} via {}", edge.channel, t.name()));
+                return Ok(*t);
+            }
+            Err(why) => declined.push(format!("{}: {why}", t.name())),
         }
     }
     let text = format!(
-        "No transport found between devices {} and {}. Possible replica group misconfiguration",
+        "No transport found between devices {} and {}. Possible replica group misconfiguration: {} and {}; {}",
         l.device_of(rank),
-        l.device_of(edge.peer)
+        l.device_of(edge.peer),
+        l.place_of(rank),
+        l.place_of(edge.peer),
+        declined.join("; ")
     );
     Err(Failure::new(Code::Failure, text))
 }
@@ -215,9 +225,10 @@ mod tests {
 
     impl Links for Table {
         type Connector = [u8; IPC_BYTES];
-        fn can_connect(&mut self, t: Transport, _: Edge) -> Result<bool, Failure> {
+        fn can_connect(&mut self, t: Transport, _: Edge) -> Result<Result<(), String>, Failure> {
             self.asked.push(t);
-            Ok(if t == Transport::P2p { self.p2p } else { self.net })
+            let (serves, why) = if t == Transport::P2p { (self.p2p, "too far") } else { (self.net, "no card") };
+            Ok(if serves { Ok(()) } else { Err(why.into()) })
         }
         fn setup(&mut self, e: Edge) -> Result<[u8; IPC_BYTES], Failure> {
             self.touched.insert(e.peer);
@@ -243,6 +254,9 @@ mod tests {
         }
         fn device_of(&self, rank: usize) -> i32 {
             100 + rank as i32
+        }
+        fn place_of(&self, rank: usize) -> String {
+            format!("rank {rank} on host h{rank}")
         }
     }
 
@@ -320,7 +334,11 @@ mod tests {
         let mut t = tables(2, false, false).remove(0);
         let edges = ring_edges(0, [(1, 1)].into_iter());
         let e = run(&mut t, 0, 2, &edges).map(|_| ()).unwrap_err();
-        assert_eq!(e.text, "No transport found between devices 100 and 101. Possible replica group misconfiguration");
+        assert_eq!(
+            e.text,
+            "No transport found between devices 100 and 101. Possible replica group misconfiguration: rank 0 on host h0 and \
+             rank 1 on host h1; P2P: too far; NET_NEURON: no card"
+        );
         assert_eq!(t.asked, Transport::TABLE);
         let mut t = tables(2, false, true).remove(0);
         assert_eq!(choose(&mut t, 0, Edge { peer: 1, channel: 0, is_send: true }).unwrap(), Transport::NetNeuron);

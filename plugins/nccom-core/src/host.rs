@@ -317,15 +317,22 @@ impl HostLinks<'_> {
 
     /// P2P's canConnect: the topology's level and a direct link between the accelerators; or, unless the user set a
     /// level, any number of links inside the server ("indirect": the model's DMA crosses the fabric).
-    fn p2p(&self, peer: usize) -> Result<bool, Failure> {
+    fn p2p(&self, peer: usize) -> Result<Result<(), String>, Failure> {
         let (me, it) = (&self.records[self.group.rank], &self.records[peer]);
         let policy = topo::P2pPolicy::from_vars(&var).map_err(|e| invalid(e.to_string()))?;
-        if !me.same_node(it) || policy.disabled {
-            return Ok(false);
+        if let Some(why) = me.apart(it) {
+            return Ok(Err(why.into()));
         }
-        let within_level = self.system.check_p2p(me.rank, it.rank).p2p;
-        if !within_level {
-            return Ok(policy.level.is_none() && self.reachable(me.mla_idx, it.mla_idx));
+        if policy.disabled {
+            return Ok(Err("NCCL_P2P_DISABLE forbids it".into()));
+        }
+        let reachable = || {
+            let no = || format!("no wires lead from accelerator {} to accelerator {}", me.mla_idx, it.mla_idx);
+            self.reachable(me.mla_idx, it.mla_idx).then_some(()).ok_or_else(no)
+        };
+        if !self.system.check_p2p(me.rank, it.rank).p2p {
+            let forbidden = "NCCL_P2P_LEVEL forbids a path as long as theirs";
+            return Ok(if policy.level.is_none() { reachable() } else { Err(forbidden.into()) });
         }
         let pod = |a: &topo::RankInfo, b: &topo::RankInfo| {
             let asked = nec::nec_pod_node_can_access_peer_node(
@@ -339,18 +346,18 @@ impl HostLinks<'_> {
         };
         let direct = topo::device_can_access_peer(self.machine, &me.rank_info(), &it.rank_info(), &pod)
             .map_err(|e| Failure::new(Code::Failure, e.to_string()))?;
-        Ok(direct || self.reachable(me.mla_idx, it.mla_idx))
+        Ok(if direct { Ok(()) } else { reachable() })
     }
 }
 
 impl Links for HostLinks<'_> {
     type Connector = Connector;
 
-    fn can_connect(&mut self, transport: Transport, edge: Edge) -> Result<bool, Failure> {
+    fn can_connect(&mut self, transport: Transport, edge: Edge) -> Result<Result<(), String>, Failure> {
         match transport {
             Transport::P2p => self.p2p(edge.peer),
             // A bound net plug-in with a device would serve; its data path comes with the work across servers.
-            Transport::NetNeuron => Ok(false),
+            Transport::NetNeuron => Ok(Err("this release has no network between servers".into())),
         }
     }
 
@@ -384,5 +391,9 @@ impl Links for HostLinks<'_> {
 
     fn device_of(&self, rank: usize) -> i32 {
         self.records.get(rank).map_or(-1, |r| r.dev)
+    }
+
+    fn place_of(&self, rank: usize) -> String {
+        self.records.get(rank).map_or_else(|| format!("rank {rank}"), PeerRecord::place)
     }
 }

@@ -15,7 +15,7 @@ use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id, u32_at};
 use crate::connect::{self, Edge};
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostLinks, HostMachine, HostSockets, granted_file, info, interface, socket_timeout, var, warn};
-use crate::peers::{PeerRecord, RECORD_BYTES, host_hash, pid_hash};
+use crate::peers::{PeerRecord, RECORD_BYTES, host_hash, machine_hash, pid_hash, short_name};
 use crate::rings::{self, Channels, Layout, Pods, TopoRanks};
 use crate::search;
 use crate::state::{self, Graph, Head, MAX_RANKS, State};
@@ -289,14 +289,16 @@ fn record(dev: &NeuronDeviceInfo, rank: usize, id: &[u8]) -> Result<PeerRecord, 
     Ok(PeerRecord {
         rank: rank as i32,
         dev: dev.nec_dev_id,
-        host_hash: host_hash(&identity::host(), id, dev.virtual_server_id),
-        pid_hash: pid_hash(&identity::process(), id),
+        machine: machine_hash(&identity::machine()?, id),
+        host_hash: host_hash(&identity::host()?, id, dev.virtual_server_id),
+        pid_hash: pid_hash(&identity::process()?, id),
         shm_dev: identity::shm_device(),
         bus_id,
         rid: dev.routing_id,
         tpb_idx: dev.tpb_idx,
         pod_id: dev.pod_id,
         pod_type,
+        name: short_name(&identity::name()),
         comm: 0,
         comp_cap: family.generation() as i32,
         host_device_id: dev.host_device_id,

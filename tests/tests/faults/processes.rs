@@ -296,3 +296,48 @@ fn repeated_runs_on_one_port() {
         }
     }
 }
+
+/// Runs the program `rank` as rank 0 and 1 with the arguments of `unshare`, each under a host name of its own.
+fn two_hosts(namespaces: &str, mode: &str, vars: &[(&str, &str)]) -> Vec<Rank> {
+    let possible = Command::new("unshare").args([namespaces, "hostname", "red"]).status();
+    assert!(
+        possible.is_ok_and(|s| s.success()),
+        "did not run: `unshare {namespaces} hostname red` fails here; user namespaces and the programs of util-linux and \
+         hostname are needed"
+    );
+    let root = format!("127.0.0.1:{}", free_port());
+    let start = |(rank, host)| {
+        let mut command = Command::new("unshare");
+        command.args([namespaces, "sh", "-c", "hostname \"$0\" && exec \"$@\"", host, env!("CARGO_BIN_EXE_rank")]);
+        spawn(command, &root, mode, rank, 2, vars)
+    };
+    ["red", "blue"].into_iter().enumerate().map(start).collect()
+}
+
+/// As containers on one machine have them that share its network. Their memory is shared, of device and process.
+#[test]
+fn ranks_under_different_host_names_are_on_one_server() {
+    for rank in two_hosts("-Uru", "once", &[]) {
+        assert_eq!((rank.line(), rank.line()), ("ready".into(), "done".into()));
+    }
+}
+
+/// Proves INV-82: where the first transport declines, the next is asked; without one the sentence says where both ranks are.
+#[test]
+fn ranks_that_no_transport_serves_are_named_with_their_hosts() {
+    let names = |said: &str| {
+        assert!(said.contains("No transport found between devices"), "{said}");
+        assert!(said.contains("rank 0 on host red") && said.contains("rank 1 on host blue"), "{said}");
+        assert!(said.contains("NET_NEURON: this release has no network between servers"), "{said}");
+    };
+    for (var, value, why) in [
+        ("NCCL_P2P_DISABLE", "1", "P2P: NCCL_P2P_DISABLE forbids it"),
+        ("NEURON_RT_DBG_VIRTUAL_SERVER_SIZE", "1", "P2P: they are on different virtual servers"),
+    ] {
+        let ranks = two_hosts("-Uru", "once", &[(var, value)]);
+        let said: Vec<String> = ranks.iter().map(Rank::line).collect();
+        // One may hear of it from the other.
+        said.iter().for_each(|s| names(s));
+        assert!(said.iter().all(|s| s.contains(why)), "{said:?}");
+    }
+}

@@ -289,6 +289,7 @@ fn an_instance_on_the_stack_is_never_entered_again() {
     for (answer, entry) in seen[..2].iter().zip(["neuronGetVersionInfo", "neuronGetUniqueId"]) {
         let err = answer.as_ref().unwrap_err();
         assert!(matches!(err, Error::Reentered { .. }), "{err}");
+        assert_eq!(err.status(), Status::INVALID);
         assert_eq!(
             err.to_string(),
             format!(
