@@ -3,11 +3,13 @@
 //! | module | holds |
 //! |---|---|
 //! | [`events`] | log events as they come |
+//! | [`port`] | ports that nobody else gets |
 //! | [`reduction`] | the numbers of an all-reduce that is checked |
 //! | [`sentence`] | patterns for sentences that are expected |
 //! | [`zoo`] | plugins of every kind, good and hostile, made in milliseconds without a compiler |
 
 pub mod events;
+pub mod port;
 pub mod reduction;
 pub mod sentence;
 pub mod zoo;
