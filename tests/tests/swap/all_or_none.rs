@@ -343,7 +343,7 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
         ("no-info", vec![("neuron-get-comm-info", "unreachable")], "unreachable"),
         ("schema-9", vec![("describe", SCHEMA_9)], "schema `nccom-plan` 1, the new one reads `nccom-plan` [9, 2]"),
         ("other-name", vec![("describe", OTHER_NAME)], "of schema `nccom-plan` 1, the new one reads `nccom` [1, 2]"),
-        ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-2` and the new plugin `nccom`"),
+        ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-3` and the new plugin `nccom`"),
         ("no-89", vec![("neuron-get-version-info", "unreachable")], "unreachable"),
     ] {
         let file = build(name, &edits);
