@@ -14,6 +14,7 @@ use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::limits::MAX_CAUSES;
+use crate::plugin::throttle::on_core;
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
@@ -50,11 +51,11 @@ pub struct HostState {
     causes: Vec<String>,
     limit: Option<String>,
     memory: usize,
-    /// When this call began, when the guest was last entered, and what it has used before that.
+    /// When this call began; how long its thread had been on a core when the guest was last entered, and what that had used before.
     begun: Instant,
     /// When the operation gives up that this call serves, if it serves one that does.
     until: Option<Instant>,
-    entered: Instant,
+    entered: Duration,
     spent: Duration,
     /// How long to sleep for what was used beyond the tenant's share of a core.
     owed: Duration,
@@ -101,7 +102,7 @@ impl HostState {
             memory: 0,
             begun: Instant::now(),
             until: None,
-            entered: Instant::now(),
+            entered: on_core(),
             spent: Duration::ZERO,
             owed: Duration::ZERO,
             log_rate: LogRate::default(),
@@ -122,7 +123,7 @@ impl HostState {
                     s.tenant.counters.entering();
                     s.pay();
                     s.throttle();
-                    s.entered = Instant::now();
+                    s.entered = on_core();
                 }
                 CallHook::CallingHost => {
                     let s = ctx.data_mut();
@@ -133,7 +134,7 @@ impl HostState {
                 }
                 // Time inside a host function does not count for the call's bound; it does for the tenant's share of a core.
                 CallHook::ReturningFromHost => {
-                    ctx.data_mut().entered = Instant::now();
+                    ctx.data_mut().entered = on_core();
                     ctx.set_epoch_deadline(1);
                 }
                 CallHook::ReturningFromWasm => ctx.data_mut().charge(),
@@ -151,12 +152,11 @@ impl HostState {
         store
     }
 
-    /// Counts the guest's time since it was last looked at; a tick comes through a host call of the engine's own, so the
+    /// Counts the guest's time on a core since it was last looked at: what the machine has for others meanwhile is not its doing. a tick comes through a host call of the engine's own, so the
     /// same stretch is looked at twice.
     fn charge(&mut self) {
-        let now = Instant::now();
-        let used = now.saturating_duration_since(self.entered);
-        self.spent += used;
+        let now = on_core();
+        self.spent += now.saturating_sub(self.entered);
         self.entered = now;
         self.pay();
     }
@@ -178,7 +178,7 @@ impl HostState {
         // However it ends: the bounds are looked at next. A call that is overdue already sleeps too, or its grace would be free.
         let end = self.begun.checked_add(self.tenant.limits.wall).unwrap_or_else(|| Instant::now() + owed);
         let _ = self.rest(owed, end);
-        self.entered = Instant::now();
+        self.entered = on_core();
     }
 
     /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, its caller's, nor the
@@ -235,7 +235,7 @@ impl HostState {
         self.entry = entry;
         self.begun = Instant::now();
         self.until = until;
-        self.entered = self.begun;
+        self.entered = on_core();
         self.spent = Duration::ZERO;
         self.causes.clear();
         self.limit = None;
