@@ -123,7 +123,8 @@ pub enum Error {
     },
     /// Not all ranks came while the connections were made that an operation needs.
     #[error(
-        "{what} on rank {rank} timed out after {after:?} while all ranks were being connected, which happens once and which each must come to: {source}"
+        "{what} on rank {rank} timed out {} while all ranks were being connected, which happens once and which each must come to: {source}",
+        if *.own { format!("after {after:?}") } else { format!("before its own {after:?} were over") }
     )]
     Connecting {
         /// The operation.
@@ -132,7 +133,9 @@ pub enum Error {
         rank: usize,
         /// Its deadline.
         after: std::time::Duration,
-        /// What the library said of it, with the rank it waited for.
+        /// Whether that is the one that has passed, or another one was earlier: of a rank that has told this one, or of the library.
+        own: bool,
+        /// What the library said of it, with the rank that did not come and the deadline that passed.
         source: Box<Error>,
     },
     /// An operation failed.

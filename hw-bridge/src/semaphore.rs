@@ -42,17 +42,21 @@ impl Bell {
         let _ = futex::wake(&self.rung, futex::Flags::empty(), u32::MAX >> 1);
     }
 
-    /// Sleeps until rung, at most `nap`, unless `ready` already holds.
-    pub(crate) fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) {
+    /// Sleeps until rung, at most `nap`, unless `ready` already holds. Answers whether it was the whole nap; whoever waits looks
+    /// again either way.
+    pub(crate) fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) -> bool {
         let before = self.rung.load(Ordering::SeqCst);
         self.sleeping.store(1, Ordering::SeqCst);
         heavy_fence();
+        let mut whole = false;
         if !ready() {
             let timeout = futex::Timespec { tv_sec: nap.as_secs() as i64, tv_nsec: i64::from(nap.subsec_nanos()) };
-            // EAGAIN (rung meanwhile), EINTR and ETIMEDOUT all mean: look again.
-            let _ = futex::wait(&self.rung, futex::Flags::empty(), before, Some(&timeout));
+            // The other ends are EAGAIN (rung meanwhile) and EINTR.
+            let ended = futex::wait(&self.rung, futex::Flags::empty(), before, Some(&timeout));
+            whole = ended == Err(rustix::io::Errno::TIMEDOUT);
         }
         self.sleeping.store(0, Ordering::Relaxed);
+        whole
     }
 }
 
@@ -232,8 +236,8 @@ mod tests {
         assert_eq!(t.join().unwrap(), Ok(()));
     }
 
-    /// Sleeper and publisher meet many times at the worst moment; a lost wake-up would cost a whole nap each time, and the
-    /// sum of naps shows it.
+    /// Sleeper and publisher meet many times at the worst moment. A wake-up that is lost costs a whole nap, at the end of which
+    /// what was waited for is there; so does a publisher that loses its core between the two, which is rare.
     #[test]
     fn no_wake_up_is_lost_without_the_publishers_fence() {
         use std::sync::atomic::AtomicU64;
@@ -244,13 +248,17 @@ mod tests {
         let shared = Arc::new((Bell::default(), AtomicU64::new(0), AtomicU64::new(0)));
         let other = shared.clone();
         const ROUNDS: u64 = 20_000;
-        let begun = Instant::now();
         let sleeper = std::thread::spawn(move || {
-            let policy = WaitPolicy { spins: 0, yields: 0, sleeps: true };
+            let mut lost = 0;
             for i in 1..=ROUNDS {
-                wait::<()>(&other.0, policy, || other.1.load(Ordering::Acquire) >= i, || Ok(())).unwrap();
+                let mut ready = || other.1.load(Ordering::Acquire) >= i;
+                while !ready() {
+                    let whole = other.0.sleep(crate::limits::NAP, &mut ready);
+                    lost += u64::from(whole && ready());
+                }
                 other.2.store(i, Ordering::Release);
             }
+            lost
         });
         for i in 1..=ROUNDS {
             shared.1.store(i, Ordering::Release);
@@ -260,9 +268,8 @@ mod tests {
                 std::thread::yield_now();
             }
         }
-        sleeper.join().unwrap();
-        // Were even one in ten lost, the naps alone would take this long.
-        assert!(begun.elapsed() < crate::limits::NAP * (ROUNDS as u32 / 10), "{:?}", begun.elapsed());
+        let lost = sleeper.join().unwrap();
+        assert!(lost < ROUNDS / 100, "{lost} of {ROUNDS}");
     }
 
     #[test]

@@ -125,7 +125,7 @@ pub fn group() -> Group {
         ),
         animal(
             "one that says it speaks something else on the wire",
-            "pid …: the connections that are handed over speak `nccom-bootstrap-2` and the new plugin `nccom`…",
+            "pid …: the connections that are handed over speak `nccom-bootstrap-3` and the new plugin `nccom`…",
             |cage| {
                 let other = "(local i32) (local.set 0 (call $original)) (i32.store offset=20 (local.get 0) (i32.const 5)) (local.get 0)";
                 swap(cage, &[], &[("describe", other)])

@@ -11,6 +11,7 @@ use host_runtime::error::Error;
 use host_runtime::limits::Limits;
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::policy::Policy;
+pub use tests::port::free as port;
 use tests::sentence::fits;
 use tests::zoo::{ANSWER, Plugin};
 
@@ -183,15 +184,6 @@ pub fn config(plugin: Option<PathBuf>) -> RuntimeConfig {
         hbm_bytes: 64 << 20,
         ..default
     }
-}
-
-/// A free port below those that the kernel hands out by itself.
-pub fn port() -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let begin = std::process::id().wrapping_mul(257);
-    let mut ports =
-        (0..1000).map(|_| 20_000 + (begin.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) % 12_000) as u16);
-    ports.find(|p| std::net::TcpListener::bind(("127.0.0.1", *p)).is_ok()).expect("no port is free")
 }
 
 /// Lets every animal of the group loose, one after the other, and looks after the victim each time.

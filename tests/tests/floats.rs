@@ -2,7 +2,7 @@
 //! too large for their type.
 
 mod common;
-#[path = "exact/scalar.rs"]
+#[path = "collectives/exact/scalar.rs"]
 mod scalar;
 
 use std::path::{Path, PathBuf};

@@ -35,7 +35,7 @@ Commands:
   guests         Build the plugins: target/plugins/NAME.wasm (does setup).
   demo [ARGS]    Build everything and run `wccl demo ARGS`.
   bench [ARGS]   Build everything and run `wccl bench ARGS`.
-  test [ARGS]    Build the guests and run `cargo test --release --workspace ARGS`.
+  test [ARGS]    Build the guests and run `cargo test --release --workspace --no-fail-fast ARGS`.
   soak [ARGS]    Run random collectives over 8 processes that die and come late, for 10 minutes; fail at the first fault.
                    --minutes M, --seconds S   how long
                    --seed N                   repeat the rounds of an earlier run
@@ -117,14 +117,23 @@ fn run(arguments: &[OsString]) -> Result<u8> {
         "test" => {
             let workspace = Workspace::find()?;
             workspace.build_guests()?;
-            let mut cargo = workspace.cargo();
-            pass_on(cargo.args(["test", "--release", "--workspace"]).args(rest))
+            pass_on(workspace.cargo().args(test_arguments(rest)))
         }
         "soak" | "isolation" => pass_on(programs::command(&Workspace::find()?, command)?.args(rest)),
         "fuzz" => fuzz::run(&Workspace::find()?, rest),
         "spec-coverage" => spec_coverage(&Workspace::find()?.root, rest),
         other => Err(Usage(format!("There is no command \"{other}\".")).into()),
     }
+}
+
+/// What cargo is given to run all tests. A binary that fails does not keep the later ones, and the examples in the docs, from
+/// being run.
+fn test_arguments(rest: &[OsString]) -> Vec<OsString> {
+    // Cargo takes the flag once.
+    let flag = OsStr::new("--no-fail-fast");
+    let own = rest.iter().take_while(|word| *word != "--").all(|word| word != flag).then_some(flag);
+    let words = ["test", "--release", "--workspace"].map(OsStr::new);
+    words.into_iter().chain(own).chain(rest.iter().map(OsString::as_os_str)).map(OsStr::to_owned).collect()
 }
 
 fn help() -> Result<u8> {
@@ -303,6 +312,17 @@ mod tests {
             assert!(HELP.lines().any(|line| line.trim_start().starts_with(command)), "{command}");
         }
         assert!(HELP.contains(ROUTE_VARIABLE));
+    }
+
+    /// One failing binary must not hide the others.
+    #[test]
+    fn all_tests_run_even_if_some_fail() {
+        let words = |rest: &[&str]| test_arguments(&rest.iter().map(OsString::from).collect::<Vec<_>>());
+        let usual = ["test", "--release", "--workspace", "--no-fail-fast"];
+        assert_eq!(words(&[]), usual);
+        assert_eq!(words(&["--no-fail-fast"]), usual);
+        let own = ["--lib", "--", "--no-fail-fast"];
+        assert_eq!(words(&own), [&usual[..], &own].concat());
     }
 
     #[test]

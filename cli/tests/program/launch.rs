@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use crate::common::{has, said, wccl};
 
-/// What the launcher may take on a loaded machine; the ranks that are to be ended would sleep far longer.
-const SOON: Duration = Duration::from_secs(30);
+/// Bound against hangs; the ranks that are to be ended would sleep far longer.
+const SOON: Duration = Duration::from_secs(240);
 
 /// Runs `script` once per rank by `wccl run`.
 fn ranks(n: usize, script: &str) -> (Output, String) {

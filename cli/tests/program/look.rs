@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::common::{has, said, wccl};
 
 /// Bound against hangs.
-const HANG: Duration = Duration::from_secs(60);
+const HANG: Duration = Duration::from_secs(240);
 
 /// A program under way, ended with the test.
 struct Running(Child);

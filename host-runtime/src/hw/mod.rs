@@ -186,9 +186,7 @@ impl links::Host for HostState {
                 Err(e) => {
                     // A peer that is gone is the same kind of failure whether a socket or a link tells.
                     let (status, why) = match e {
-                        LinkError::Gone(_) if self.overdue() => {
-                            (Status::FAILURE, "the deadline of the operation has passed".into())
-                        }
+                        LinkError::Gone(_) if self.overdue() => (sockets::OVERDUE, sockets::HAS_PASSED.into()),
                         LinkError::Gone(_) => (Status::CLOSED, e.to_string()),
                         LinkError::Stopped => (Status::CLOSED, format!("{e}: {}", self.abort.reason())),
                         _ => (Status::FAILURE, e.to_string()),

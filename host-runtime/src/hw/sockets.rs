@@ -5,8 +5,8 @@
 //!
 //! What a connection may cost is bounded: the kernel's buffers have a fixed size, and as much as one receive may have come early.
 //!
-//! A wait that the deadline of an operation cuts short answers a time-out, as if it had been that long. No other begins after
-//! it: a guest that tries again until its own, later deadline would never come back.
+//! A wait that the deadline of an operation cuts short, and every one after it, ends with [`OVERDUE`] and not with a time-out: a
+//! guest that tries again until its own, later deadline would never come back.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
@@ -81,6 +81,12 @@ pub(crate) fn decode(b: &[u8]) -> Result<SocketAddr, String> {
     }
 }
 
+/// What a wait answers when the operation that the call serves has given up: "stuck collective".
+pub(super) const OVERDUE: Status = Status::EXEC_HW_ERR_COLLECTIVES;
+
+/// The sentence that belongs to [`OVERDUE`].
+pub(super) const HAS_PASSED: &str = "the deadline of the operation has passed";
+
 pub(crate) enum Wait {
     Ready,
     Late,
@@ -147,11 +153,13 @@ impl HostState {
             // A guest that looks again all the same does so at a bearable rate.
             std::thread::sleep(BACKOFF.0);
         }
+        if self.overdue() {
+            return Err(self.fail(OVERDUE, format!("{}, or less: {HAS_PASSED}", what())));
+        }
         if ms <= LOOK_MS {
             return Err(Status::TIMEOUT.into());
         }
-        let cut = if self.overdue() { ", or less: the deadline of the operation has passed" } else { "" };
-        Err(self.fail(Status::TIMEOUT, what() + cut))
+        Err(self.fail(Status::TIMEOUT, what()))
     }
 
     fn gone<T>(&mut self, ms: u32, what: String) -> Answer<T> {
@@ -163,8 +171,7 @@ impl HostState {
 
     fn ended<T>(&mut self, what: &str) -> Answer<T> {
         if !self.abort.aborted() {
-            // Neither a time-out, after which a guest may look again, nor closed, which it would blame on a peer.
-            return Err(self.fail(Status::FAILURE, format!("{what}: the deadline of the operation has passed")));
+            return Err(self.fail(OVERDUE, format!("{what}: {HAS_PASSED}")));
         }
         let why = format!("{what} was aborted: {}", self.abort.reason());
         Err(self.fail(Status::CLOSED, why))

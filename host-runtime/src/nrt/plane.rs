@@ -297,17 +297,24 @@ impl Plane {
         if *expanded {
             return Ok(());
         }
-        self.heed_peers()?;
+        if let Err(told) = self.heed_peers() {
+            // Ranks that are linked to others wait for this one in there: the library hands on what it can hear without a wait.
+            let _ = self.ask(Ask::Expand, Patience::Operation(Instant::now()));
+            return Err(told);
+        }
         let patience = Patience::operation(until);
         let connected = self
             .ask(Ask::Expand, patience)
             .and_then(|_| self.check_members())
             .and_then(|()| self.agree_on_direct(patience));
-        connected.map_err(|e| match until {
-            Some(until) if until <= Instant::now() => {
-                Error::Connecting { what, rank: self.core.rank, after: timeout, source: Box::new(e) }
+        connected.map_err(|e| {
+            let own = until.is_some_and(|until| until <= Instant::now());
+            // Whoever hears that another rank's time is up has the same error, a little earlier.
+            if own || e.status() == Status::TIMEOUT {
+                Error::Connecting { what, rank: self.core.rank, after: timeout, own, source: Box::new(e) }
+            } else {
+                e
             }
-            _ => e,
         })?;
         *expanded = true;
         self.keep_checkpoint(None);

@@ -16,6 +16,7 @@ use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::key::GroupKey;
 use crate::limits::{MAX_CAUSES, TABLE_ELEMENT, TICK};
+use crate::plugin::throttle::on_core;
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
@@ -60,14 +61,14 @@ pub struct HostState {
     held: usize,
     /// Whether its tenant had no memory left for it.
     crowded: bool,
-    /// When this call began, when the guest was last entered, and what it has used before that.
+    /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
     begun: Instant,
     /// When the operation gives up that this call serves, if it serves one that does.
     until: Option<Instant>,
-    entered: Instant,
+    entered: Duration,
     spent: Duration,
-    /// How often the guest was found to have been away: a stop of the process, which is not its time.
-    away: u32,
+    /// When the guest was last entered or looked at: a stop of the process shows in it.
+    looked: Instant,
     /// How long to sleep for what was used beyond the tenant's share of a core.
     owed: Duration,
     _counted: Counted,
@@ -116,9 +117,9 @@ impl HostState {
             crowded: false,
             begun: Instant::now(),
             until: None,
-            entered: Instant::now(),
+            entered: on_core(),
             spent: Duration::ZERO,
-            away: 0,
+            looked: Instant::now(),
             owed: Duration::ZERO,
             _counted: counted,
         }
@@ -137,7 +138,7 @@ impl HostState {
                     s.tenant.counters.entering();
                     s.pay();
                     s.throttle();
-                    s.entered = Instant::now();
+                    s.resumed();
                 }
                 CallHook::CallingHost => {
                     let s = ctx.data_mut();
@@ -148,7 +149,7 @@ impl HostState {
                 }
                 // Time inside a host function does not count for the call's bound; it does for the tenant's share of a core.
                 CallHook::ReturningFromHost => {
-                    ctx.data_mut().entered = Instant::now();
+                    ctx.data_mut().resumed();
                     ctx.set_epoch_deadline(1);
                 }
                 CallHook::ReturningFromWasm => ctx.data_mut().charge(),
@@ -166,18 +167,20 @@ impl HostState {
         store
     }
 
-    /// Counts the guest's time since it was last looked at; a tick comes through a host call of the engine's own, so the
-    /// same stretch is looked at twice.
+    /// The guest's time runs from here.
+    fn resumed(&mut self) {
+        (self.entered, self.looked) = (on_core(), Instant::now());
+    }
+
+    /// Counts the guest's time on a core since it was last looked at: what the machine has for others meanwhile is not its doing. A
+    /// tick comes through a host call of the engine's own, so the same stretch is looked at twice.
     fn charge(&mut self) {
-        let now = Instant::now();
-        let mut used = now.saturating_duration_since(self.entered);
-        // A tick comes sooner: the process was stopped, or the thread had no core. Guests are not to live by the latter.
-        if was_away(self.entered, now, TICK) && self.away < MAX_AWAY {
-            self.away += 1;
-            used = TICK;
-        }
-        self.spent += used;
+        let now = on_core();
+        self.spent += now.saturating_sub(self.entered);
         self.entered = now;
+        // A tick comes sooner: the process was stopped, which no deadline of the call is to know.
+        let now = Instant::now();
+        was_away(std::mem::replace(&mut self.looked, now), now, TICK);
         self.pay();
     }
 
@@ -198,7 +201,7 @@ impl HostState {
         // However it ends: the bounds are looked at next. A call that is overdue already sleeps too, or its grace would be free.
         let end = self.begun.checked_add(self.tenant.limits.wall).unwrap_or_else(|| Instant::now() + owed);
         let _ = self.rest(owed, end);
-        self.entered = Instant::now();
+        self.resumed();
     }
 
     /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, its caller's, nor the
@@ -282,9 +285,9 @@ impl HostState {
         self.entry = entry;
         self.begun = Instant::now();
         self.until = until;
-        self.entered = self.begun;
+        self.entered = on_core();
         self.spent = Duration::ZERO;
-        self.away = 0;
+        self.looked = self.begun;
         self.causes.clear();
         self.limit = None;
     }

@@ -23,7 +23,8 @@ thread_local! {
     static COUNTED: Cell<Option<Duration>> = const { Cell::new(None) };
 }
 
-fn on_core() -> Duration {
+/// How long this thread has been on a core.
+pub(super) fn on_core() -> Duration {
     let t = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(t.tv_sec.max(0) as u64, t.tv_nsec as u32)
 }

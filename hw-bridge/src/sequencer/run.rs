@@ -14,6 +14,8 @@ use crate::semaphore::{self, WaitPolicy};
 
 /// How long a failed rank waits for peers that may still use its buffers.
 const PATIENCE: Duration = Duration::from_millis(500);
+/// How long a process may take from giving up its memory to its end, on a busy machine.
+const DYING: Duration = Duration::from_secs(3);
 
 /// `len` bytes in stretches of at most `most`: first byte and bytes of each.
 #[inline]
@@ -587,7 +589,7 @@ impl Lane {
             self.still_there(peer, wait)?;
             let (what, pid) = (wait.header.to_string(), p.pid);
             // The memory of a process goes a moment before the kernel tells of its end.
-            let until = Instant::now() + PATIENCE;
+            let until = Instant::now() + DYING;
             while !p.dead() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(1));
             }

@@ -241,7 +241,7 @@ mod tests {
             self.out[&peer].send(blobs.to_vec()).map_err(|e| Failure::new(Code::Closed, e.to_string()))
         }
         fn recv(&mut self, peer: usize, bytes: usize) -> Result<Vec<u8>, Failure> {
-            let b = self.inn[&peer].recv_timeout(std::time::Duration::from_secs(5));
+            let b = self.inn[&peer].recv_timeout(std::time::Duration::from_secs(120));
             let b = b.map_err(|e| Failure::new(Code::Timeout, e.to_string()))?;
             assert_eq!(b.len(), bytes);
             Ok(b)

@@ -546,7 +546,7 @@ impl<R: Release> lifecycle::Guest for Library<R> {
         lifecycle::Description {
             name: R::NAME.into(),
             version: R::VERSION.into(),
-            wire_compat: "nccom-bootstrap-2".into(),
+            wire_compat: "nccom-bootstrap-3".into(),
             state_schema: R::STATE_SCHEMA,
             reads_schemas: state::READ.into(),
             schema_name: state::NAME.into(),

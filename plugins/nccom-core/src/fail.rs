@@ -11,6 +11,9 @@ pub enum Code {
     InvalidHandle,
     /// 5 NRT_TIMEOUT
     Timeout,
+    /// The operation that this call serves has given up, as a host function says by 1200 NRT_EXEC_HW_ERR_COLLECTIVES: no wait
+    /// is granted any more. Callers and other ranks are told that it is a time-out.
+    Overdue,
     /// 13 NRT_UNINITIALIZED
     Uninitialized,
     /// 14 NRT_CLOSED
@@ -26,11 +29,16 @@ impl Code {
             Code::Failure => 1,
             Code::Invalid => 2,
             Code::InvalidHandle => 3,
-            Code::Timeout => 5,
+            Code::Timeout | Code::Overdue => 5,
             Code::Uninitialized => 13,
             Code::Closed => 14,
             Code::Other(n) => n,
         }
+    }
+
+    /// A wait was in vain.
+    pub fn is_late(self) -> bool {
+        matches!(self, Code::Timeout | Code::Overdue)
     }
 
     /// The code of a number that a peer sent. Success is no failure, so it counts as the general one.
@@ -56,17 +64,26 @@ pub struct Failure {
     pub text: String,
     /// The sentence of the rank where it began, if that was another: it is handed on as it came.
     pub origin: Option<String>,
+    /// The rank that does not come, if that is why; handed on too, so that all ranks know it.
+    pub absent: Option<usize>,
 }
 
 impl Failure {
     /// A failure.
     pub fn new(code: Code, text: impl Into<String>) -> Failure {
-        Failure { code, text: text.into(), origin: None }
+        Failure { code, text: text.into(), origin: None, absent: None }
     }
 
     /// A failure that began on another rank, whose sentence is `said`.
     pub fn of_peer(code: Code, said: String) -> Failure {
-        Failure { code, text: format!("the bootstrap of the group ended: {said}"), origin: Some(said) }
+        let text = format!("the bootstrap of the group ended: {said}");
+        Failure { code, text, origin: Some(said), absent: None }
+    }
+
+    /// Blames rank `rank`, which did not come, unless another is blamed.
+    pub fn without(mut self, rank: usize) -> Failure {
+        self.absent.get_or_insert(rank);
+        self
     }
 
     /// What other ranks are told.

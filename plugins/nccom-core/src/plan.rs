@@ -419,6 +419,7 @@ impl Plan {
     /// `neuronExpandConnectivity`: every pair of ranks (our reading of both kinds), once.
     pub fn expand(&mut self, comm: &Communicator) -> Result<(), Failure> {
         let wanted = connect::mesh_edges(self.head.rank, self.head.nranks);
+        self.group(comm)?.assemble(&HostSockets)?;
         // Both sides must ask for the same edges, so none is left out because it is connected already.
         self.connect(comm, &wanted)
     }

@@ -2,6 +2,8 @@
 //! NEURON_RT_ROOT_COMM_ID say who it is. Prints `ready` once it is in the group, then what the mode says.
 
 use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
@@ -49,9 +51,9 @@ fn run() -> Result<()> {
             // The last rank never comes to the second operation.
             comm.barrier()?;
             if rank == n - 1 {
-                std::thread::sleep(std::time::Duration::from_secs(60));
+                for_ever();
             }
-            Ok(comm.barrier()?)
+            Ok(comm.within(Duration::from_millis(700)).barrier()?)
         }
         "once" => {
             let mut ones = vec![1u8; 3000];
@@ -153,18 +155,23 @@ fn tally(comm: &mut Communicator) -> Result<()> {
     }
     let c = comm.counters();
     say(&format!("{} operations, {} bytes copied, {} reduced, {} failures", c.ops, c.copied, c.reduced, c.failures));
-    std::thread::sleep(std::time::Duration::from_secs(60));
+    for_ever();
     Ok(())
+}
+
+/// Waits to be killed; not for ever, should nobody do it.
+fn for_ever() {
+    std::thread::sleep(Duration::from_secs(900));
 }
 
 /// Runs until the file UNTIL is there, on all ranks; then says what operations and control calls come to.
 fn outlive(comm: &mut Communicator) -> Result<()> {
-    let until = variable("UNTIL")?;
+    let until = PathBuf::from(variable("UNTIL")?);
     let mut seen = [0u8];
     comm.barrier()?;
     say("warm");
     while seen[0] == 0 {
-        seen[0] = std::path::Path::new(&until).exists().into();
+        seen[0] = until.exists().into();
         comm.all_reduce(Io::HostInPlace(&mut seen), 1, DataType::Uint8, ReduceOp::Max)?;
     }
     say("operations go on");
@@ -185,13 +192,13 @@ mod sys {
     }
 }
 
-/// Forks a child that holds all this process has open for half a minute; answers its pid.
+/// Forks a child that holds all this process has open until it is killed; answers its pid.
 fn fork_a_sleeper() -> Result<i32> {
     // SAFETY: the child only sleeps and ends, which needs no lock that another thread may hold.
     match unsafe { sys::fork() } {
         -1 => bail!("fork failed: {}", std::io::Error::last_os_error()),
         0 => {
-            std::thread::sleep(std::time::Duration::from_secs(30));
+            for_ever();
             // SAFETY: ends the child without running destructors that belong to the parent.
             unsafe { sys::_exit(0) }
         }
@@ -201,7 +208,7 @@ fn fork_a_sleeper() -> Result<i32> {
 
 /// Runs until an operation fails, unless the survivors are to shrink at once; then tries the lists of EXCLUDE (`3;2,3`) in
 /// turn, saying what each attempt ended with, and uses what it gets. The rank LEAVES exits first of all. The rank FORKS has a
-/// child that runs no other program and outlives it.
+/// child that runs no other program and outlives it. The rank LATE waits for the file UNTIL before it shrinks.
 fn shrink(comm: &mut Communicator) -> Result<()> {
     let rank = comm.rank();
     if number("LEAVES").is_ok_and(|r| r == rank) {
@@ -219,7 +226,10 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
         say("broken");
     }
     if number("LATE").is_ok_and(|r| r == rank) {
-        std::thread::sleep(std::time::Duration::from_millis(2500));
+        let until = PathBuf::from(variable("UNTIL")?);
+        while !until.exists() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
     for list in variable("EXCLUDE")?.split(';') {
         let excluded: Vec<usize> = list.split(',').map(str::parse).collect::<Result<_, _>>()?;

@@ -19,10 +19,9 @@ fn counted(of: &str) -> usize {
     std::fs::read_dir(of).unwrap().count()
 }
 
-fn round() {
+fn round(root: &str) {
     let runtime = Runtime::open(config()).unwrap();
     assert_eq!(runtime.load_error(), None);
-    let root = format!("127.0.0.1:{}", free_port());
     let mut comm = runtime.init_comm(CommOptions::with_root(root, 0, 1)).unwrap();
     let mut bytes = [7u8; 64];
     comm.all_gather(Io::HostInPlace(&mut bytes), 64, DataType::Uint8).unwrap();
@@ -33,12 +32,13 @@ fn round() {
 #[test]
 fn loading_using_and_unloading_leaves_memory_and_descriptors_flat() {
     let _alone = crate::alone();
+    let root = format!("127.0.0.1:{}", free_port());
     for _ in 0..WARM {
-        round();
+        round(&root);
     }
     let (memory, descriptors, threads) = (resident(), counted("/proc/self/fd"), counted("/proc/self/task"));
     for _ in 0..ROUNDS {
-        round();
+        round(&root);
     }
     let now = (resident(), counted("/proc/self/fd"), counted("/proc/self/task"));
     let grown = now.0.saturating_sub(memory);

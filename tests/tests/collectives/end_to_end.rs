@@ -1,8 +1,8 @@
 //! Collectives end to end: the real plugin, bootstrap over loopback, links, native schedules. Every result is compared with
 //! an independent reference.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use host_runtime::enc::Algorithm;
@@ -11,7 +11,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
 use hw_bridge::reduce;
 
-use crate::common::{config, releases, world};
+use crate::common::{HANG, config, releases, world};
 
 /// Input of `rank`: any bytes do, the reference computes with the same.
 fn input(rank: usize, seed: u64, bytes: usize) -> Vec<u8> {
@@ -286,7 +286,7 @@ fn a_root_is_ahead_by_as_many_payloads_as_there_are_places() {
             // The barrier was an operation too: its place is free for what comes.
             let root = comm.rank() == 0;
             if !root {
-                let until = Instant::now() + Duration::from_secs(10);
+                let until = Instant::now() + HANG;
                 while sent.load(Ordering::Acquire) < places && Instant::now() < until {
                     std::thread::yield_now();
                 }
@@ -345,15 +345,16 @@ fn calls_that_do_not_match_are_told_to_both_sides() {
 
 #[test]
 fn a_rank_that_never_arrives_is_named_when_the_deadline_passes() {
-    let mut c = config();
-    c.timeout = std::time::Duration::from_millis(300);
-    let texts = world(3, &c, |mut comm| {
+    let held = Arc::new(Barrier::new(3));
+    let texts = world(3, &config(), move |mut comm| {
         comm.barrier().unwrap();
-        if comm.rank() == 2 {
-            std::thread::sleep(std::time::Duration::from_millis(1500));
-            return String::new();
-        }
-        comm.barrier().unwrap_err().to_string()
+        let text = match comm.rank() {
+            2 => String::new(),
+            _ => comm.within(Duration::from_millis(300)).barrier().unwrap_err().to_string(),
+        };
+        // Rank 2 is there all the time, and takes no part.
+        held.wait();
+        text
     });
     for t in &texts[..2] {
         assert!(t.contains("rank 2") && t.contains("operation #2 (barrier)"), "{t}");
@@ -407,12 +408,13 @@ fn a_send_to_a_rank_that_receives_from_another_fails() {
 /// A rank that leaves after it has arrived is noticed by a rank that waits for a third one.
 #[test]
 fn a_rank_that_leaves_in_the_middle_is_named_by_those_who_wait_for_another() {
-    let texts = world(3, &config(), |mut comm| {
+    let failed = Arc::new(Barrier::new(2));
+    let texts = world(3, &config(), move |mut comm| {
         let t = comm.tensor(1 << 20).unwrap();
         comm.barrier().unwrap();
         match comm.rank() {
-            // Comes much later than the others' failure, but before their deadline.
-            1 => std::thread::sleep(std::time::Duration::from_secs(2)),
+            // Comes when rank 0 has failed.
+            1 => drop(failed.wait()),
             2 => {
                 let token = comm.abort_token().clone();
                 std::thread::spawn(move || {
@@ -422,7 +424,11 @@ fn a_rank_that_leaves_in_the_middle_is_named_by_those_who_wait_for_another() {
             }
             _ => {}
         }
-        comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string()
+        let e = comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        if comm.rank() == 0 {
+            failed.wait();
+        }
+        e
     });
     assert!(texts[0].contains("rank 2") && texts[0].contains("gone fishing"), "{}", texts[0]);
     assert!(texts[1].contains("gone fishing") || texts[1].contains("rank 0"), "{}", texts[1]);

@@ -12,7 +12,7 @@ use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
 
 use crate::common::ranks::{Rank, start};
-use crate::common::{bytes_of, config, plugin_file, values_of, world};
+use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};
 
 /// Sums the ranks of the parent over `comm`, in a tensor of whatever communicator; answers the sum.
 fn sum_of(comm: &mut Communicator, t: &Tensor, mine: usize) -> f32 {
@@ -337,7 +337,7 @@ fn a_shrink_needs_neither_the_library_nor_the_bootstrap() {
 #[test]
 fn survivors_with_different_lists_are_told() {
     let begun = Instant::now();
-    let texts = world(4, &config(), |comm| {
+    let texts = world(4, &patient(), |comm| {
         let excluded: &[usize] = match comm.rank() {
             3 => return String::new(),
             2 => &[1, 3],
@@ -352,12 +352,20 @@ fn survivors_with_different_lists_are_told() {
     ] {
         assert!(texts[r].contains(said), "rank {r}: {}", texts[r]);
     }
-    assert!(begun.elapsed() < Duration::from_secs(15), "nobody waits for the deadline");
+    assert!(begun.elapsed() < HANG, "nobody waits for the deadline");
 }
 
-/// Ranks that are all in the group, and in its operations unless they are to shrink at once.
+/// A configuration whose deadlines are later than [`HANG`]: what ends before that has not waited for one.
+fn patient() -> RuntimeConfig {
+    let mut c = RuntimeConfig { timeout: Duration::from_secs(600), ..config() };
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "600000".into());
+    c
+}
+
+/// Ranks that are all in the group, and in its operations unless they are to shrink at once. Their deadlines are as in
+/// [`patient`].
 fn start_shrink(n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
-    let deadlines = [("NEURON_CCOM_SOCK_TIMEOUT", "40000"), ("WCCL_TIMEOUT_MS", "40000")];
+    let deadlines = [("NEURON_CCOM_SOCK_TIMEOUT", "600000"), ("WCCL_TIMEOUT_MS", "600000")];
     let ranks = start("shrink", n, &[&deadlines, vars].concat());
     for (r, rank) in ranks.iter().enumerate() {
         assert_eq!(rank.line(), "ready", "rank {r}");
@@ -368,30 +376,23 @@ fn start_shrink(n: usize, vars: &[(&str, &str)]) -> Vec<Rank> {
     ranks
 }
 
-/// Less than half of the deadline of a wait: nobody may have waited for one.
-const SOON: Duration = Duration::from_secs(18);
-
 #[test]
 fn the_others_go_on_after_a_rank_was_killed() {
     let mut ranks = start_shrink(4, &[("EXCLUDE", "2")]);
     ranks[2].kill();
-    let begun = Instant::now();
     for (r, said) in [(0, "rank 0 of 3 sum 3"), (1, "rank 1 of 3 sum 3"), (3, "rank 2 of 3 sum 3")] {
         assert_eq!((ranks[r].line().as_str(), ranks[r].line().as_str()), ("broken", said), "rank {r}");
         assert!(ranks[r].child.wait().unwrap().success());
     }
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
 
 /// An excluded rank that exits at once is neither waited for nor read (NVIDIA/nccl#2397).
 #[test]
 fn an_excluded_rank_that_exits_at_once_does_not_matter() {
-    let begun = Instant::now();
     let ranks = start_shrink(4, &[("EXCLUDE", "3"), ("LEAVES", "3"), ("AT_ONCE", "1")]);
     for (r, rank) in ranks[..3].iter().enumerate() {
         assert_eq!(rank.line(), format!("rank {r} of 3 sum 3"));
     }
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
 
 /// A second rank dies before the shrink: its name is the error, at once, and a list with both leads on.
@@ -402,7 +403,6 @@ fn a_further_death_is_named_and_can_be_excluded_too() {
         let mut ranks = start_shrink(4, &[("EXCLUDE", &exclude)]);
         ranks[victim].kill();
         ranks[3].kill();
-        let begun = Instant::now();
         for (place, r) in (0..3).filter(|r| *r != victim).enumerate() {
             assert_eq!(ranks[r].line(), "broken", "rank {r}");
             let said = ranks[r].line();
@@ -411,7 +411,6 @@ fn a_further_death_is_named_and_can_be_excluded_too() {
             assert!(said.contains(&format!("rank {victim} is gone")), "rank {r}: {said}");
             assert_eq!(ranks[r].line(), format!("rank {place} of 2 sum 2"));
         }
-        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     }
 }
 
@@ -422,7 +421,6 @@ fn the_death_of_a_rank_that_has_forked_is_noticed() {
     let child = ranks[2].line();
     ranks[2].kill();
     ranks[3].kill();
-    let begun = Instant::now();
     for r in [0, 1] {
         assert_eq!(ranks[r].line(), "broken", "rank {r}");
         let said = ranks[r].line();
@@ -430,7 +428,6 @@ fn the_death_of_a_rank_that_has_forked_is_noticed() {
         assert!(said.contains("rank 2 is gone"), "rank {r}: {said}");
         assert_eq!(ranks[r].line(), format!("rank {r} of 2 sum 2"));
     }
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     let child = child.strip_prefix("child ").unwrap();
     assert!(Command::new("kill").args(["-9", child]).status().unwrap().success(), "it lived all the time");
 }
@@ -438,21 +435,24 @@ fn the_death_of_a_rank_that_has_forked_is_noticed() {
 /// A rank dies while it waits in the shrink for one that is late: the two that are left hear its name.
 #[test]
 fn a_death_in_the_middle_of_a_shrink_is_named() {
-    let mut ranks = start_shrink(4, &[("EXCLUDE", "3;2,3"), ("LATE", "1")]);
+    let dead = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("dead-{}", std::process::id()));
+    let _ = std::fs::remove_file(&dead);
+    let late = [("EXCLUDE", "3;2,3"), ("LATE", "1"), ("UNTIL", dead.to_str().unwrap())];
+    let mut ranks = start_shrink(4, &late);
     ranks[3].kill();
     for r in [0, 1, 2] {
         assert_eq!(ranks[r].line(), "broken", "rank {r}");
     }
-    // Rank 2 is in the shrink by then, or dies before it; rank 1 comes later.
+    // Rank 2 is in the shrink by then, most likely, or dies before it; rank 1 comes when it is dead.
     std::thread::sleep(Duration::from_millis(500));
     ranks[2].kill();
-    let begun = Instant::now();
+    std::fs::write(&dead, "").unwrap();
     for r in [0, 1] {
         let said = ranks[r].line();
         assert!(said.contains("rank 2 of [0, 1, 2] did not take part"), "rank {r}: {said}");
         assert_eq!(ranks[r].line(), format!("rank {r} of 2 sum 2"));
     }
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    std::fs::remove_file(&dead).unwrap();
 }
 
 /// Waits long enough for a test to fail that waits for it.

@@ -1,6 +1,6 @@
 //! Operations in the background: several in flight on several streams, beside blocking calls; their buffers come back.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use host_runtime::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
@@ -317,17 +317,18 @@ fn a_request_need_not_be_waited_for() {
 /// and the flight recorder tells what happened.
 #[test]
 fn a_late_peer_fails_the_stream_and_is_named() {
-    let sleep = Duration::from_secs(3);
+    let (failed, read) = (Arc::new(Barrier::new(2)), Arc::new(Barrier::new(2)));
     world(2, &config(), move |mut comm| {
         let mut s = comm.stream(1).unwrap();
         comm.barrier().unwrap();
         if comm.rank() == 1 {
-            std::thread::sleep(sleep);
+            failed.wait();
             let e = s.barrier().unwrap().wait().unwrap_err().to_string();
             assert!(
                 e.contains("failed on rank 1") && e.contains("timed out on rank 0") && e.contains("rank 1 ("),
                 "{e}"
             );
+            read.wait();
             return;
         }
         s.set_timeout(Duration::from_millis(500));
@@ -348,6 +349,7 @@ fn a_late_peer_fails_the_stream_and_is_named() {
         let flights = comm.peer_flights();
         assert_eq!((flights.len(), flights[0].0), (1, 1));
         assert!(flights[0].1.iter().any(|(lane, r)| *lane == 0 && r.what == "barrier" && r.state == State::Done));
-        std::thread::sleep(sleep);
+        failed.wait();
+        read.wait();
     });
 }

@@ -8,16 +8,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use host_runtime::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
+pub use tests::port::free as free_port;
 
-/// A configuration for tests: loopback only, short deadlines, little device memory.
+/// Bound against hangs: far more than anything takes on a busy machine, so that it says nothing of speed.
+pub const HANG: Duration = Duration::from_secs(240);
+
+/// A configuration for tests: loopback only, little device memory, and deadlines that nothing comes near but a hang. A test that
+/// is to meet a deadline sets its own, for what is to meet it.
 pub fn config() -> RuntimeConfig {
-    let mut c = RuntimeConfig { timeout: Duration::from_secs(20), hbm_bytes: 1 << 30, ..RuntimeConfig::default() };
+    let mut c = RuntimeConfig { timeout: Duration::from_secs(120), hbm_bytes: 1 << 30, ..RuntimeConfig::default() };
     assert!(
         c.plugin.is_some(),
         "target/plugins/nccom.wasm is missing: run `cargo xtask guests` (cargo xtask test does)"
     );
     c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
-    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "15000".into());
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "120000".into());
     c
 }
 
@@ -32,23 +37,6 @@ pub fn release(name: &str) -> std::path::PathBuf {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/plugins").join(format!("{name}.wasm"));
     assert!(path.exists(), "target/plugins/{name}.wasm is missing: run `cargo xtask guests` (cargo xtask test does)");
     path
-}
-
-/// A free port of the loopback interface that no other caller gets: below those that the kernel hands out by itself, so that
-/// no connection takes it meanwhile.
-pub fn free_port() -> u16 {
-    use std::sync::atomic::{AtomicU32, Ordering};
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    // Test binaries of one run begin at different places.
-    let begin = std::process::id().wrapping_mul(257);
-    for _ in 0..1000 {
-        let nth = begin.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
-        let port = 20_000 + (nth % 12_000) as u16;
-        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
-    panic!("no port between 20000 and 32000 is free");
 }
 
 /// Runs `f` on every rank of a global group and answers the results in rank order. A rank that panics fails the test.

@@ -3,10 +3,8 @@
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
-/// Bound against hangs.
-const HANG: Duration = Duration::from_secs(60);
+use super::HANG;
 
 /// A rank's process and the lines it prints. Ends with this value.
 pub struct Rank {
@@ -61,7 +59,8 @@ pub fn spawn(mut command: Command, root: &str, mode: &str, rank: usize, n: usize
         .env("RANK", rank.to_string())
         .env("WORLD_SIZE", n.to_string())
         .env("NEURON_RT_ROOT_COMM_ID", root)
-        .env("NEURON_CCOM_SOCK_TIMEOUT", "20000")
+        .env("NEURON_CCOM_SOCK_TIMEOUT", "120000")
+        .env("WCCL_TIMEOUT_MS", "120000")
         .env("WCCL_HBM_BYTES", (256u64 << 20).to_string())
         .envs(vars.iter().copied())
         .stdout(Stdio::piped())

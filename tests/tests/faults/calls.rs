@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::{Rank, alone, fault, free_root, has, ready, soon, start};
+use crate::support::{HANG, Rank, alone, fault, free_root, has, ready, soon, start};
 
 #[test]
 fn a_time_out_names_the_absent_rank() {
     let _one = alone();
     let vars = [("WCCL_TIMEOUT_MS", "2000")];
-    let mut ranks = start(4, &vars, |r| if r == 2 { "barrier sleep:60000 barrier" } else { "barrier barrier" });
+    let mut ranks = start(4, &vars, |r| if r == 2 { "barrier sleep:600000 barrier" } else { "barrier barrier" });
     ready(&ranks);
     let pid = format!("pid {}", ranks[2].pid());
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
@@ -48,20 +48,29 @@ fn a_deadline_of_one_call_names_the_absent_rank_and_holds_for_no_other() {
     ranks.iter_mut().for_each(|r| drop(r.good()));
 }
 
-/// The first operation of more than three ranks has all connected: its deadline ends that too, not the bootstrap's of 60 s.
+/// The first operation of more than three ranks has all connected: its deadline ends that too, not the bootstrap's of 60 s. In
+/// whatever order the ranks' deadlines pass, each says which rank has not come, and that a deadline has passed.
 #[test]
 fn a_deadline_ends_the_connecting_for_a_first_operation_and_names_the_absent_rank() {
     let _one = alone();
     let vars = [("WCCL_TIMEOUT_MS", "60000")];
-    let mut ranks = start(4, &vars, |r| if r == 2 { "sleep:60000 barrier" } else { "within:3000:barrier" });
-    ready(&ranks);
-    let errors = [0, 1, 3].map(|r| ranks[r].error());
-    println!("{errors:#?}");
-    for e in &errors {
-        has(e, &["barrier on rank", "timed out after 3s", "from rank 2", "the deadline of the operation has passed"]);
+    // Of ranks 0, 1 and 3, milliseconds. Ring neighbours hear from one another: 3 tells 0, and that one tells 1.
+    for deadlines in [[3000; 3], [60_000, 60_000, 3000], [3000, 60_000, 6000]] {
+        let deadline = |r: usize| deadlines[[0, 1, 2, 2][r]];
+        let script = |r| if r == 2 { "sleep:600000".into() } else { format!("within:{}:barrier", deadline(r)) };
+        let mut ranks = start(4, &vars, script);
+        ready(&ranks);
+        let errors = [0, 1, 3].map(|r| ranks[r].error());
+        println!("{deadlines:?}: {errors:#?}");
+        for e in &errors {
+            has(
+                e,
+                &["barrier on rank", " timed out ", "rank 2 sent nothing", "the deadline of the operation has passed"],
+            );
+        }
+        // One that comes a little later finds the communicator ended, with the same words.
+        assert!(errors.iter().any(|e| e.starts_with("error 5 NRT_TIMEOUT")));
     }
-    // A rank that comes a little later is told by another.
-    assert!(errors.iter().any(|e| e.starts_with("error 5 NRT_TIMEOUT")));
 }
 
 /// What two ranks call, and the words of each side's view.
@@ -101,8 +110,9 @@ fn calls_that_do_not_match_are_shown_from_both_sides_on_all_ranks() {
 #[test]
 fn a_rank_that_dies_in_an_operation_is_named_on_all_within_a_second() {
     let _one = alone();
-    let mut ranks = start(4, &[], |_| "loop");
-    ready(&ranks);
+    // The barrier has all connected, which is not what is looked at here.
+    let mut ranks = start(4, &[], |_| "barrier say:met loop");
+    ranks.iter().for_each(|r| drop(r.line("met")));
     std::thread::sleep(Duration::from_millis(300));
     let pid = format!("pid {}", ranks[3].pid());
     let begun = Instant::now();
@@ -118,7 +128,11 @@ fn a_rank_that_dies_in_an_operation_is_named_on_all_within_a_second() {
 fn an_abort_ends_an_operation_at_once_also_with_the_peer_stopped() {
     let _one = alone();
     let mut ranks =
-        start(2, &[], |r| if r == 0 { "barrier say:met abort_in:1500 barrier" } else { "barrier say:met sleep:60000" });
+        start(
+            2,
+            &[],
+            |r| if r == 0 { "barrier say:met abort_in:1500 barrier" } else { "barrier say:met sleep:600000" },
+        );
     ranks.iter().for_each(|r| drop(r.line("met")));
     ranks[1].signal("STOP");
     ranks[0].line("aborted in ");
@@ -147,7 +161,7 @@ fn an_abort_ends_a_connect_to_a_stopped_peer() {
     for after in [0u64, 30, 60, 120] {
         let vars = [("FAULT_ABORT_INIT_MS", "1500")];
         let mut a = Rank::start(fault("barrier barrier"), 0, 2, &root, &vars);
-        let b = Rank::start(fault("barrier sleep:60000 barrier"), 1, 2, &root, &[]);
+        let b = Rank::start(fault("barrier sleep:600000 barrier"), 1, 2, &root, &[]);
         std::thread::sleep(Duration::from_millis(after));
         b.signal("STOP");
         a.line("aborted in ");
@@ -163,14 +177,14 @@ fn an_abort_ends_a_connect_to_a_stopped_peer() {
 fn a_communicator_is_freed_at_once_with_its_peer_stopped_and_after_an_abort() {
     let _one = alone();
     let mut ranks = start(2, &[], |r| {
-        if r == 0 { "barrier say:met abort_in:0 sleep:1500 free" } else { "barrier say:met sleep:60000" }
+        if r == 0 { "barrier say:met abort_in:0 sleep:1500 free" } else { "barrier say:met sleep:600000" }
     });
     ranks.iter().for_each(|r| drop(r.line("met")));
     ranks[1].signal("STOP");
     let freed = ranks[0].line("freed in ");
     let ms: u64 = freed.split_whitespace().nth(2).unwrap().parse().unwrap();
     println!("{freed}");
-    assert!(ms < 10_000, "{freed}");
+    assert!(Duration::from_millis(ms) < HANG, "{freed}");
     ranks[0].good();
 }
 
@@ -187,7 +201,7 @@ fn a_count_of_zero_works_on_every_collective() {
 #[test]
 fn a_count_of_zero_still_synchronises() {
     let vars = [("WCCL_TIMEOUT_MS", "1500")];
-    let mut ranks = start(2, &vars, |r| if r == 0 { "all_reduce:fp32:sum:0" } else { "sleep:60000" });
+    let mut ranks = start(2, &vars, |r| if r == 0 { "all_reduce:fp32:sum:0" } else { "sleep:600000" });
     has(&ranks[0].error(), &["operation #1 (all_reduce fp32 sum count 0", "timed out on rank 0", "rank 1"]);
 }
 
@@ -205,24 +219,30 @@ fn idle_communicators_use_no_cpu_and_threads_inherit_the_affinity() {
     let mut ranks: Vec<Rank> = (0..n)
         .map(|r| {
             let mut c = std::process::Command::new("taskset");
-            c.args(["-c", "0", env!("CARGO_BIN_EXE_fault"), "barrier say:idle sleep:60000"]);
+            c.args(["-c", "0", env!("CARGO_BIN_EXE_fault"), "barrier say:idle sleep:600000"]);
             Rank::start(c, r, n, &root, &[])
         })
         .collect();
     for r in &ranks {
         r.line("idle");
     }
-    std::thread::sleep(Duration::from_millis(500));
     let ticks = |r: &Rank| -> u64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", r.pid())).unwrap();
         let after = stat.rsplit_once(')').unwrap().1;
         after.split_whitespace().skip(11).take(2).map(|t| t.parse::<u64>().unwrap()).sum()
     };
-    let before: Vec<u64> = ranks.iter().map(ticks).collect();
-    std::thread::sleep(Duration::from_secs(1));
-    let used: Vec<u64> = ranks.iter().zip(before).map(|(r, b)| ticks(r) - b).collect();
-    println!("ticks (of 10 ms) in a second of 8 idle ranks: {used:?}");
-    assert!(used.iter().sum::<u64>() <= 8, "idle ranks used {used:?} ticks in a second");
+    // What they still do after the barrier ends some time, sooner or later.
+    let begun = Instant::now();
+    loop {
+        let before: Vec<u64> = ranks.iter().map(ticks).collect();
+        std::thread::sleep(Duration::from_secs(1));
+        let used: Vec<u64> = ranks.iter().zip(before).map(|(r, b)| ticks(r) - b).collect();
+        println!("ticks (of 10 ms) in a second of 8 idle ranks: {used:?}");
+        if used.iter().sum::<u64>() <= 8 {
+            break;
+        }
+        assert!(begun.elapsed() < HANG, "idle ranks use {used:?} ticks in a second");
+    }
     for r in &mut ranks {
         for task in std::fs::read_dir(format!("/proc/{}/task", r.pid())).unwrap().flatten() {
             let status = std::fs::read_to_string(task.path().join("status")).unwrap();

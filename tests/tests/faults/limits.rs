@@ -29,7 +29,7 @@ fn few_descriptors_are_raised_or_named_with_the_need() {
 fn the_descriptors_counted_before_the_start_are_enough() {
     let _one = alone();
     let n = 8;
-    let ranks = start(n, &[], |_| "open work:4 t_all_reduce:100000 open sleep:60000");
+    let ranks = start(n, &[], |_| "open work:4 t_all_reduce:100000 open sleep:600000");
     for r in &ranks {
         let at_first: usize = r.line("open ")[5..].parse().unwrap();
         let at_last: usize = r.line("open ")[5..].parse().unwrap();

@@ -1,8 +1,8 @@
 //! Faults that users of other systems met, run here as they would meet them, and the words they see. docs/faults.md lists
 //! them.
 //!
-//! Every wait has a bound against hangs, [`support::HANG`]; where the product promises "within a second", the time is
-//! measured and printed, and asserted with the margin [`support::SOON`], because machines that run tests are loaded.
+//! Every wait has a bound against hangs, [`support::HANG`]. Where the product promises "within a second", the time is printed; what
+//! is asserted is that nobody waited for a deadline: the ranks' are later than that bound, where a test sets none.
 //!
 //! | file | holds |
 //! |---|---|

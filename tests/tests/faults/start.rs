@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::support::{Rank, alone, fault, fault_after, free_root, has, ready, soon, start};
+use crate::support::{HANG, Rank, alone, fault, fault_after, free_root, has, ready, soon, start};
 
 /// Starts the ranks of a group of `n` that are listed; `vars` gives each rank's variables.
 fn some(n: usize, root: &str, ranks: &[usize], vars: impl Fn(usize) -> Vec<(&'static str, String)>) -> Vec<Rank> {
@@ -33,7 +33,7 @@ fn a_rank_whose_plugin_does_not_load_says_why_and_is_missed_by_the_others() {
     std::fs::write(&broken, b"\0asm this is no plugin").unwrap();
     let file = broken.display().to_string();
     let mut ranks = some(3, &free_root(), &[0, 1, 2], |r| {
-        let mut vars = vec![("NEURON_CCOM_SOCK_TIMEOUT", "3000".to_string())];
+        let mut vars = vec![("NEURON_CCOM_SOCK_TIMEOUT", "10000".to_string())];
         if r == 1 {
             vars.push(("WCCL_PLUGIN", file.clone()));
         }
@@ -51,9 +51,12 @@ fn a_rank_whose_plugin_does_not_load_says_why_and_is_missed_by_the_others() {
 /// A plugin that fails on one rank before it has joined: all learn the reason and the rank at once, with one status.
 #[test]
 fn an_interface_that_does_not_exist_is_named_with_those_that_do_and_told_to_all() {
-    let mut ranks = some(3, &free_root(), &[0, 1, 2], |r| {
-        if r == 1 { vec![("CCOM_SOCKET_IFNAME", "eth9".to_string())] } else { vec![] }
-    });
+    let root = free_root();
+    let vars = |r| if r == 1 { vec![("CCOM_SOCKET_IFNAME", "eth9".to_string())] } else { vec![] };
+    let mut ranks = some(3, &root, &[0], vars);
+    // A root that is not there for seconds could not be told.
+    drop(listening(&root));
+    ranks.extend(some(3, &root, &[1, 2], vars));
     let begun = Instant::now();
     let words =
         ["No usable listening interface found", "lo (127.0.0.1)", "CCOM_SOCKET_IFNAME=eth9 matches none of them"];
@@ -94,6 +97,18 @@ fn a_root_that_starts_late_is_waited_for() {
     early.iter_mut().chain(&mut late).for_each(|r| drop(r.good()));
 }
 
+/// A stranger's connection to the root, as soon as that listens.
+fn listening(root: &str) -> TcpStream {
+    let until = Instant::now() + HANG;
+    loop {
+        match TcpStream::connect(root) {
+            Ok(s) => return s,
+            Err(e) => assert!(Instant::now() < until, "the root does not listen: {e}"),
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 /// Mute and foreign connections on the root's port, from before the ranks to their end.
 #[test]
 fn strangers_on_the_roots_port_cost_a_group_nothing() {
@@ -101,25 +116,19 @@ fn strangers_on_the_roots_port_cost_a_group_nothing() {
     let root = free_root();
     let mut first = some(2, &root, &[0], |_| vec![]);
     let mut strangers = Vec::new();
-    let until = Instant::now() + Duration::from_secs(30);
-    while strangers.len() < 30 {
-        assert!(Instant::now() < until, "the root does not listen");
-        match TcpStream::connect(&root) {
-            Ok(mut s) => {
-                if strangers.len() % 2 == 0 {
-                    s.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curious\r\n\r\n").unwrap();
-                }
-                strangers.push(s);
-            }
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+    while strangers.len() < 300 {
+        let mut s = listening(&root);
+        if strangers.len() % 2 == 0 {
+            s.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curious\r\n\r\n").unwrap();
         }
+        strangers.push(s);
     }
     let begun = Instant::now();
     let mut second = some(2, &root, &[1], |_| vec![]);
     first[0].good();
     second[0].good();
-    // Read one after the other, the 15 mute ones would cost 30 seconds.
-    soon("a group with 30 strangers", begun);
+    // Read one after the other, the 150 mute ones would cost 300 seconds, which is more than a rank is waited for.
+    soon("a group with 300 strangers", begun);
     drop(strangers);
 }
 
@@ -244,7 +253,8 @@ fn roots_are_named_by_address_of_either_family_or_by_host_name() {
     let name = |n: usize| {
         format!("{}.invalid", ["a".repeat(60), "b".repeat(60), "c".repeat(60), "d".repeat(n - 191)].join("."))
     };
-    let long = some(2, &format!("{}:7", name(253)), &[1], |_| vec![]).remove(0).error();
+    let brief = |_| vec![("NEURON_CCOM_SOCK_TIMEOUT", "20000".to_string())];
+    let long = some(2, &format!("{}:7", name(253)), &[1], brief).remove(0).error();
     has(&long, &["looking up host name aaaa"]);
     let e = some(2, &format!("{}:7", name(254)), &[1], |_| vec![]).remove(0).error();
     has(&e, &["Invalid Comm Id", "please use format: <ipv4>:<port> | [<ipv6>]:<port> | <hostname>:<port>"]);

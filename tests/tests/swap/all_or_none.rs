@@ -17,10 +17,7 @@ use host_runtime::{DataType, ReduceOp};
 use tests::{reduction, zoo};
 
 use crate::common::ranks::{Rank, spawn};
-use crate::common::{PluginFile, config, free_port, plugin_file};
-
-/// Bound against hangs.
-const HANG: Duration = Duration::from_secs(60);
+use crate::common::{HANG, PluginFile, config, free_port, plugin_file};
 
 fn tenant(name: &str) -> String {
     format!("{name}.{}", std::process::id())
@@ -103,6 +100,14 @@ fn went_back(tenant: &str) -> Vec<String> {
     }
 }
 
+/// How long a swap by force waits for calls that will not come back, and for whatever else a busy machine holds up.
+const FORCE: Duration = Duration::from_secs(5);
+
+/// An order without probation, whose bounds only a hang comes near.
+fn patient(tenant: &str, file: impl Into<PathBuf>) -> Order {
+    Order { timeout: HANG, quiesce: HANG / 2, probation: Duration::ZERO, ..Order::transport(tenant, file) }
+}
+
 /// Ranks that reduce all the time, verifying every result.
 struct Job {
     tenant: String,
@@ -173,8 +178,9 @@ impl Job {
         }
     }
 
+    /// One that waits for as long as a busy machine takes. A test that is to see it give up says when.
     fn order(&self, file: &PluginFile) -> Order {
-        Order { probation: Duration::ZERO, ..Order::transport(&self.tenant, file.path()) }
+        patient(&self.tenant, file.path())
     }
 
     /// The plugin that serves, and the generation: the same on all ranks.
@@ -308,8 +314,7 @@ fn a_rank_that_is_late_at_any_step_is_waited_for() {
 
 #[test]
 fn two_at_once_are_refused_and_one_is_cancelled() {
-    let job =
-        Job::start("twice", 2, |_, c| c.swap_faults.push((Step::Prepare, Fault::Delay(Duration::from_millis(1500)))));
+    let job = Job::start("twice", 2, |_, c| c.swap_faults.push((Step::Prepare, Fault::Delay(Duration::from_secs(6)))));
     let file = build("slow", &[]);
     let order = job.order(&file);
     let first = std::thread::spawn(move || coordinate(&order));
@@ -338,7 +343,7 @@ fn a_new_plugin_that_fails_in_its_life_cycle_is_refused() {
         ("no-info", vec![("neuron-get-comm-info", "unreachable")], "unreachable"),
         ("schema-9", vec![("describe", SCHEMA_9)], "schema `nccom-plan` 1, the new one reads `nccom-plan` [9, 2]"),
         ("other-name", vec![("describe", OTHER_NAME)], "of schema `nccom-plan` 1, the new one reads `nccom` [1, 2]"),
-        ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-2` and the new plugin `nccom`"),
+        ("other-wire", vec![("describe", OTHER_WIRE)], "speak `nccom-bootstrap-3` and the new plugin `nccom`"),
         ("no-89", vec![("neuron-get-version-info", "unreachable")], "unreachable"),
     ] {
         let file = build(name, &edits);
@@ -461,28 +466,30 @@ fn a_plan_that_is_not_handed_out_costs_the_plan_alone() {
 #[test]
 fn an_old_plugin_that_hangs_is_replaced_by_force() {
     let hangs = build("hangs", &[("neuron-get-peer-device-id", "(loop br 0) unreachable")]);
-    let (path, hung): (PathBuf, _) = (hangs.path().into(), Arc::new(AtomicBool::new(false)));
-    let (seen, errors) = (hung.clone(), Arc::new(Mutex::new(Vec::new())));
-    let noted = errors.clone();
+    let path: PathBuf = hangs.path().into();
+    let (caller, errors) = (Arc::new(Mutex::new(None)), Arc::new(Mutex::new(Vec::new())));
+    let (calls, noted) = (caller.clone(), errors.clone());
     let job = Job::start_with(
         "force",
         2,
         |_, c| c.plugin = Some(path.clone()),
         move |comm, op| {
             if comm.rank() == 1 && op == 50 {
-                seen.store(true, Ordering::Release);
+                let tenant = comm.runtime().tenant().clone();
+                *calls.lock().unwrap() = Some((tenant.counters.entries(), tenant));
                 noted.lock().unwrap().push(comm.peer_device_id(0).unwrap_err().to_string());
             }
         },
     );
-    while !hung.load(Ordering::Acquire) {
+    let until = Instant::now() + HANG;
+    while !caller.lock().unwrap().as_ref().is_some_and(|(before, tenant)| tenant.counters.entries() > *before) {
+        assert!(Instant::now() < until, "rank 1 does not call");
         std::thread::yield_now();
     }
-    std::thread::sleep(Duration::from_millis(100));
     let file = build("instead", &[]);
     let report = coordinate(&Order { quiesce: Duration::from_millis(300), ..job.order(&file) }).unwrap();
     assert!(!report.committed && report.reason.contains("1 calls are inside the old plugin"), "{}", report.reason);
-    let report = job.commits(&Order { stateless: true, force: true, ..job.order(&file) });
+    let report = job.commits(&Order { stateless: true, force: true, quiesce: FORCE, ..job.order(&file) });
     let ended = |rank: usize| match &report.members[rank].outcome {
         Ok(Outcome::Swapped { ended, .. }) => ended.clone(),
         other => panic!("{other:?}"),
@@ -533,7 +540,7 @@ fn force_ends_calls_only_when_nothing_else_is_in_the_way() {
             assert!(Instant::now() < until && fails.is_some(), "{report:?}");
         }
         // In probation the old plugin keeps its connections: without, the call could end with the other side's.
-        let order = Order { stateless: true, force: true, probation: HANG, ..job.order(&file) };
+        let order = Order { stateless: true, force: true, quiesce: FORCE, probation: HANG, ..job.order(&file) };
         if let Some(step) = fails {
             job.refuses(&order, &[&format!("a test wants {step:?} to fail")]);
             seconds[0].lock().unwrap().as_ref().unwrap().bootstrap_send(1, b"hello").unwrap();
@@ -570,9 +577,10 @@ fn force_ends_the_making_of_a_communicator() {
         std::thread::yield_now();
     }
     let file = build("joined-anew", &[]);
-    let order = Order { stateless: true, quiesce: Duration::from_millis(300), ..job.order(&file) };
-    job.refuses(&order, &["1 calls are inside the old plugin, or make a communicator"]);
-    let report = job.commits(&Order { force: true, ..order });
+    let order = Order { stateless: true, ..job.order(&file) };
+    let brief = Order { quiesce: Duration::from_millis(300), ..order.clone() };
+    job.refuses(&brief, &["1 calls are inside the old plugin, or make a communicator"]);
+    let report = job.commits(&Order { force: true, quiesce: FORCE, ..order });
     let Ok(Outcome::Swapped { ended, .. }) = &report.members[1].outcome else { panic!("{report:?}") };
     assert_eq!(*ended, ["neuronInitGlobalComm of rank 0"], "{report:?}");
     let e = joins.join().unwrap();
@@ -608,7 +616,7 @@ fn a_communicator_that_is_left_in_probation_is_gone() {
 #[test]
 fn a_communicator_that_is_dropped_during_a_swap_is_left_at_once() {
     let (job, seconds) = start_with_second("dropped", |_, c| {
-        c.swap_faults.push((Step::Freeze, Fault::Delay(Duration::from_secs(4))));
+        c.swap_faults.push((Step::Freeze, Fault::Delay(Duration::from_secs(10))));
     });
     let file = build("dropping", &[]);
     let order = Order { probation: 10 * HANG, ..job.order(&file) };
@@ -855,7 +863,7 @@ fn a_trap_in_probation_counts_wherever_it_was() {
             runtimes[1].init_comm(CommOptions::with_root(root, 0, 1)).map(drop)
         };
         let file = build(entry, &[(entry, "unreachable")]);
-        let report = coordinate(&Order { probation: HANG, ..Order::transport(&tenant, file.path()) }).unwrap();
+        let report = coordinate(&Order { probation: HANG, ..patient(&tenant, file.path()) }).unwrap();
         assert!(report.committed, "{}", report.reason);
         let e = uses().unwrap_err().to_string();
         assert!(e.contains("unreachable"), "{e}");
@@ -873,7 +881,7 @@ fn an_abort_in_probation_is_no_reason_to_go_back() {
     let tenant = tenant("aborted");
     let runtime = Runtime::open(RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap();
     let file = build("ends-late", &[("neuron-get-peer-device-id", SPINS), ("neuron-get-unique-id", "unreachable")]);
-    let report = coordinate(&Order { probation: HANG, ..Order::transport(&tenant, file.path()) }).unwrap();
+    let report = coordinate(&Order { probation: HANG, ..patient(&tenant, file.path()) }).unwrap();
     assert!(report.committed, "{}", report.reason);
     let comm = runtime.init_comm(CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 1)).unwrap();
     comm.abort_token().abort("its user has had enough");
@@ -940,7 +948,7 @@ fn a_runtime_that_is_opened_in_probation_is_no_part_of_it() {
 fn a_swap_in_probation_keeps_the_next_one_out() {
     let job = Job::start("beside", 2, no_change);
     let (a, b) = (build("beside-a", &[]), build("beside-b", &[]));
-    job.commits(&Order { probation: Duration::from_millis(1500), ..job.order(&a) });
+    job.commits(&Order { probation: Duration::from_secs(10), ..job.order(&a) });
     job.refuses(&job.order(&b), &["is in probation for another"]);
     let until = Instant::now() + HANG;
     while swap::status(&job.tenant).unwrap().iter().any(|s| !s.swap.is_empty()) {
@@ -993,7 +1001,7 @@ impl Processes {
                 let mut command = Command::new(env!("CARGO_BIN_EXE_swap_rank"));
                 command.stdin(Stdio::piped());
                 adapt(rank, &mut command);
-                let mut vars = vec![("SWAP_TENANT", tenant.as_str()), ("WCCL_TIMEOUT_MS", "20000")];
+                let mut vars = vec![("SWAP_TENANT", tenant.as_str())];
                 if rank == 1 && !fault.is_empty() {
                     vars.push(("SWAP_FAULT", fault));
                 }
@@ -1028,8 +1036,7 @@ fn four_processes_swap_under_load() {
     let job = Processes::start("processes", 4, "");
     let (a, b) = (build("process-a", &[]), build("process-b", &[]));
     for (i, file) in [&a, &b, &a, &b].into_iter().enumerate() {
-        let report =
-            coordinate(&Order { probation: Duration::ZERO, ..Order::transport(&job.tenant, file.path()) }).unwrap();
+        let report = coordinate(&patient(&job.tenant, file.path())).unwrap();
         assert!(report.committed, "{}", report.reason);
         eprintln!("pause {:?}", report.pause());
         assert_eq!(job.generations(), [i as u64 + 1; 4]);
@@ -1048,11 +1055,7 @@ fn processes_that_load_other_bytes_swap_only_if_they_speak_the_same() {
     let job = Processes::start_with("mixed", 2, "", |rank, command| {
         command.current_dir(&folders[rank]);
     });
-    let order = Order {
-        stateless: true,
-        probation: Duration::ZERO,
-        ..Order::transport(&job.tenant, "/proc/self/cwd/next.wasm")
-    };
+    let order = Order { stateless: true, ..patient(&job.tenant, "/proc/self/cwd/next.wasm") };
     for (edits, committed) in [(&[("describe", OTHER_WIRE)][..], false), (&[], true)] {
         for (rank, edits) in [&[], edits].into_iter().enumerate() {
             let file = build(&format!("mixed-{rank}"), edits);
@@ -1102,23 +1105,27 @@ fn a_rank_that_is_stopped_at_any_step_leaves_no_mixture() {
     drop(Runtime::open(RuntimeConfig { plugin: Some(file.path().into()), ..config() }).unwrap());
     for (step, committed) in steps {
         let job = Processes::start(&format!("stop-{step}"), 3, &format!("{step}:Stop"));
-        let order = Order {
-            timeout: Duration::from_secs(4),
-            quiesce: Duration::from_millis(500),
-            probation: Duration::ZERO,
-            ..Order::transport(&job.tenant, file.path())
-        };
+        // The others are to give up before rank 1 goes on, or are not to give up.
+        let (timeout, quiesce) =
+            if committed { (HANG, HANG / 2) } else { (Duration::from_secs(8), Duration::from_secs(2)) };
+        let order = Order { timeout, quiesce, ..patient(&job.tenant, file.path()) };
         let swap = std::thread::spawn(move || coordinate(&order).unwrap());
         let until = Instant::now() + HANG;
         while !hw_bridge::peers::is_stopped(job.ranks[1].child.id()) {
             assert!(Instant::now() < until && !swap.is_finished(), "{step}: rank 1 did not stop");
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Long enough for the others to give up, if they may.
-        let before_votes = ["Load", "Freeze", "Import", "Vote"].contains(&step);
-        std::thread::sleep(Duration::from_millis(if before_votes { 4500 } else { 1500 }));
-        signal(&job.ranks[1], rustix::process::Signal::CONT);
-        let report = swap.join().unwrap();
+        let goes_on = || signal(&job.ranks[1], rustix::process::Signal::CONT);
+        let report = if committed {
+            // Long enough for the others to be done, most likely.
+            std::thread::sleep(Duration::from_millis(1500));
+            goes_on();
+            swap.join().unwrap()
+        } else {
+            let report = swap.join().unwrap();
+            goes_on();
+            report
+        };
         assert_eq!(report.committed, committed, "{step}: {report:?}");
         if !committed {
             assert!(!report.reason.is_empty(), "{step}");

@@ -11,7 +11,7 @@ use host_runtime::swap::{Order, Report, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
 
-use crate::common::{bytes_of, config, plugin_file, release, values_of, world};
+use crate::common::{HANG, bytes_of, config, plugin_file, release, values_of, world};
 
 /// A tenant of the test's own, whose ranks are threads.
 fn tenant(name: &str) -> RuntimeConfig {
@@ -24,12 +24,13 @@ fn swap(comm: &mut Communicator, swaps: &AtomicUsize, nth: usize, file: &Path) -
     comm.barrier().unwrap();
     if comm.rank() == 0 {
         let tenant = comm.runtime().config().tenant.clone();
-        let order = Order { probation: Duration::ZERO, ..Order::transport(&tenant, file) };
+        let order =
+            Order { timeout: HANG, quiesce: HANG / 2, probation: Duration::ZERO, ..Order::transport(&tenant, file) };
         let report = coordinate(&order);
         swaps.store(nth, Ordering::Release);
         return Some(report.unwrap());
     }
-    let until = Instant::now() + Duration::from_secs(60);
+    let until = Instant::now() + HANG;
     while swaps.load(Ordering::Acquire) < nth {
         assert!(Instant::now() < until, "rank 0 did not swap");
         std::thread::sleep(Duration::from_millis(1));

@@ -10,7 +10,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::limits::MARKET_TENANTS;
 use hw_bridge::share::{self, Market, Terms};
 
-use crate::common::{bytes_of, config, values_of, world};
+use crate::common::{HANG, bytes_of, config, values_of, world};
 
 /// A tenant with that share.
 fn tenant(tenant_id: u64, share: Share) -> RuntimeConfig {
@@ -77,7 +77,7 @@ fn an_abort_ends_the_wait_for_a_cap() {
             };
             let before = moved();
             while moved() == before {
-                assert!(begun.elapsed() < Duration::from_secs(60), "the operation never began");
+                assert!(begun.elapsed() < HANG, "the operation never began");
                 std::thread::sleep(Duration::from_millis(5));
             }
             abort.abort("enough");

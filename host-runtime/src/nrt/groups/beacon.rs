@@ -521,7 +521,6 @@ mod tests {
         slow.write_all(&words[..10]).unwrap();
         let mut wrong = TcpStream::connect(at).unwrap();
         wrong.write_all(&hello([8; SECRET_BYTES], 0, 0, &[])).unwrap();
-        let begun = Instant::now();
         while b.strangers.len() <= mute.len() {
             b.accept_all();
         }
@@ -529,7 +528,7 @@ mod tests {
         while b.arrived.is_empty() {
             b.accept_all();
         }
-        assert!(begun.elapsed() < HELLO_WAIT, "one after the other they would take a minute");
+        assert!(b.strangers.len() >= mute.len(), "it was heard while the mute ones were still waited for");
         assert_eq!((b.arrived.len(), b.arrived[0].rank), (1, 1), "another group's secret is nobody's");
         // Late ones are let go.
         while !b.strangers.is_empty() {

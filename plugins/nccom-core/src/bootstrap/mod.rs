@@ -106,7 +106,7 @@ pub(crate) fn reason<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Head
         let left = until.saturating_sub(s.now_ms()) as u32;
         match look(s, conn, header, MAX_MESSAGE, left.min(LOOK_MS)) {
             Look::Message(Kind::Refusal, payload) => {
-                if let Some((told, _)) = wire::decode_refusal(&payload) {
+                if let Some(told) = wire::decode_refusal(&payload) {
                     return Some(told);
                 }
             }
@@ -173,7 +173,7 @@ pub fn recv_message<S: Sockets>(
 /// The payload of a message, if it is the kind and length expected.
 fn expect(kind: Kind, payload: Vec<u8>, want: Kind, bytes: usize) -> Result<Vec<u8>, Failure> {
     if kind == Kind::Refusal
-        && let Some((f, _)) = wire::decode_refusal(&payload)
+        && let Some(f) = wire::decode_refusal(&payload)
     {
         return Err(f);
     }

@@ -206,12 +206,12 @@ mod tests {
             let n = 3;
             let l = StdSockets.listen(&loopback(), 5000).unwrap();
             let root = StdSockets.local(&l).unwrap();
-            let duty = Duty { nranks: n as u32, timeout_ms: 10_000 };
+            let duty = Duty { nranks: n as u32, timeout_ms: 120_000 };
             let serving = std::thread::spawn(move || serve(&StdSockets, &l, duty, 0xC1, 77));
             let joining: Vec<_> = (0..n)
                 .map(|rank| {
                     std::thread::spawn(move || {
-                        let j = Join { root, interface: loopback(), rank, nranks: n, hash: None, timeout_ms: 10_000 };
+                        let j = Join { root, interface: loopback(), rank, nranks: n, hash: None, timeout_ms: 120_000 };
                         Group::join(&StdSockets, &j).unwrap()
                     })
                 })
@@ -228,7 +228,7 @@ mod tests {
             s.send(conn, &whole[..18], 1000).unwrap();
             a.timeout_ms = 100;
             assert!(a.recv(&s, 1, 6, "x").is_err());
-            a.timeout_ms = 10_000;
+            a.timeout_ms = 120_000;
             assert!(a.recv[1].as_ref().unwrap().1.is_some(), "half a message is under way");
             c.send(&s, 0, b"third", "x").unwrap();
             let a = all.remove(0);

@@ -126,7 +126,7 @@ impl<C> Visitor<C> {
 /// Tells a connection that the group ends.
 fn refuse<S: Sockets>(s: &S, conn: &S::Conn, failure: &Failure) {
     // A rank that is gone needs no answer.
-    let _ = send_message(s, conn, Kind::Refusal, &encode_refusal(failure, None), HELLO_MS);
+    let _ = send_message(s, conn, Kind::Refusal, &encode_refusal(failure), HELLO_MS);
 }
 
 /// Who has not wired its ring edges. One that waits for its predecessor is none of those if there are others.
@@ -166,18 +166,19 @@ fn refuse_all<S: Sockets>(
     lobby: &mut Lobby<S::Conn>,
     duty: Duty,
     visitors: &[Visitor<S::Conn>],
-    failure: &Ended,
+    failure: &Failure,
 ) {
     // After this root's own time-out nobody is waited for: the ranks' time is nearly up.
-    let own = failure.why.code == Code::Timeout && failure.why.origin.is_none();
+    let own = failure.code == Code::Timeout && failure.origin.is_none();
     let linger = if own { 0 } else { LINGER_MS.min(duty.timeout_ms / 4) };
     let until = s.now_ms() + u64::from(linger);
     let mut told: BTreeSet<i32> = visitors.iter().flat_map(|v| v.ranks.iter().copied()).collect();
-    told.extend(failure.rank.and_then(|r| i32::try_from(r).ok()));
+    // Who said that it will not come is not waited for.
+    told.extend(failure.absent.and_then(|r| i32::try_from(r).ok()));
     // The first that brought rank 0: one that claims to be it too is told now.
     let last = visitors.iter().position(|v| v.ranks.contains(&0));
     let now = visitors.iter().enumerate().filter(|(i, _)| Some(*i) != last);
-    now.for_each(|(_, v)| refuse(s, &v.conn, &failure.why));
+    now.for_each(|(_, v)| refuse(s, &v.conn, failure));
     // Without rank 0 nobody's end takes this root along but its runtime's.
     while told.len() < duty.nranks as usize {
         // The time is up, or the runtime closes.
@@ -187,25 +188,12 @@ fn refuse_all<S: Sockets>(
         if ranks.iter().any(|r| told.contains(r)) {
             let _ = send_message(s, &conn, Kind::Complete, &[], HELLO_MS);
         } else {
-            refuse(s, &conn, &failure.why);
+            refuse(s, &conn, failure);
             told.extend(ranks);
         }
     }
     if let Some(v) = last.and_then(|i| visitors.get(i)) {
-        refuse(s, &v.conn, &failure.why);
-    }
-}
-
-/// Why a group ends, and the rank that said so before it had joined.
-#[derive(Debug)]
-struct Ended {
-    why: Failure,
-    rank: Option<usize>,
-}
-
-impl From<Failure> for Ended {
-    fn from(why: Failure) -> Ended {
-        Ended { why, rank: None }
+        refuse(s, &v.conn, failure);
     }
 }
 
@@ -225,7 +213,8 @@ pub fn withdraw<S: Sockets>(s: &S, root: &Address, rank: usize, nranks: usize, w
         };
         let said = if why.told().is_empty() { "its own error says why" } else { why.told() };
         let text = format!("rank {rank} of {nranks} gave up before it joined: {said}");
-        let _ = send_message(s, &conn, Kind::Refusal, &encode_refusal(&Failure::new(why.code, text), Some(rank)), ms);
+        let told = Failure::new(why.code, text).without(rank);
+        let _ = send_message(s, &conn, Kind::Refusal, &encode_refusal(&told), ms);
         return;
     }
 }
@@ -242,7 +231,7 @@ pub fn claim<S: Sockets>(s: &S, root: &Address, info: &Info, ms: u32) -> Result<
     while s.now_ms() < until {
         match look(s, &conn, &mut header, MAX_REFUSAL, LOOK_MS) {
             Look::Nothing => {}
-            Look::Message(Kind::Refusal, payload) => return decode_refusal(&payload).map_or(Ok(()), |(f, _)| Err(f)),
+            Look::Message(Kind::Refusal, payload) => return decode_refusal(&payload).map_or(Ok(()), Err),
             Look::Message(..) | Look::Gone => return Ok(()),
         }
     }
@@ -279,13 +268,13 @@ pub fn serve<S: Sockets>(
             // One that cannot be answered has left: the next look at its connection says so to all.
             let _ = send_message(s, &v.conn, Kind::InfoFromRoot, &payload, duty.timeout_ms);
         }
-        Ok(see_off(s, listener, &mut lobby, duty, &visitors, || Ok(()))?)
+        see_off(s, listener, &mut lobby, duty, &visitors, || Ok(()))
     });
     match ended {
         Ok(()) => complete(s, &visitors),
         Err(e) => {
             refuse_all(s, listener, &mut lobby, duty, &visitors, &e);
-            Err(e.why)
+            Err(e)
         }
     }
 }
@@ -311,7 +300,7 @@ fn watch<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>]) -> Result<bool, Failu
             Look::Message(Kind::Joined, _) => v.joined.set(true),
             Look::Message(Kind::Refusal, payload) => {
                 let text = || Failure::new(Code::Failure, format!("{} ended the bootstrap", v.name()));
-                return Err(decode_refusal(&payload).map_or_else(text, |(f, _)| f));
+                return Err(decode_refusal(&payload).unwrap_or_else(text));
             }
             Look::Message(..) | Look::Gone => {
                 let text = format!(
@@ -373,7 +362,7 @@ fn collect<S: Sockets>(
     duty: Duty,
     lobby: &mut Lobby<S::Conn>,
     visitors: &mut Vec<Visitor<S::Conn>>,
-) -> Result<Roll, Ended> {
+) -> Result<Roll, Failure> {
     let mut roll = Roll::new(duty.nranks as usize);
     // The clock starts anew with the first rank, because a root may be made long before its ranks are; strays do not move it.
     let mut until = s.now_ms() + patience(duty.timeout_ms);
@@ -383,14 +372,14 @@ fn collect<S: Sockets>(
         let (conn, kind, payload) = match lobby.next(s, listener, until, watching, || watch(s, visitors).map(drop)) {
             Ok(spoken) => spoken,
             Err(e) if timed_out(&e) => {
-                return Err(Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms))).into());
+                return Err(Failure::new(Code::Timeout, roll.absence(patience(duty.timeout_ms))));
             }
-            Err(e) => return Err(e.into()),
+            Err(e) => return Err(e),
         };
         if kind == Kind::Refusal
-            && let Some((why, rank)) = decode_refusal(&payload)
+            && let Some(why) = decode_refusal(&payload)
         {
-            return Err(Ended { why, rank });
+            return Err(why);
         }
         let Some(infos) = records(s, &conn, kind, &payload)? else { continue };
         if !started {
@@ -443,7 +432,7 @@ pub fn serve_local<S: Sockets>(
             // The global root then fails the whole group at once instead of waiting.
             let up = up.map_or_else(|| s.connect(root, HELLO_MS.min(duty.timeout_ms)), Ok);
             if let Ok(up) = up {
-                let _ = send_message(s, &up, Kind::Refusal, &encode_refusal(&e, None), HELLO_MS);
+                let _ = send_message(s, &up, Kind::Refusal, &encode_refusal(&e), HELLO_MS);
             }
             Err(e)
         }
@@ -455,7 +444,6 @@ pub(crate) fn watch_root<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<
     match look(s, conn, header, MAX_REFUSAL, 0) {
         Look::Nothing => Ok(()),
         Look::Message(Kind::Refusal, payload) => Err(decode_refusal(&payload)
-            .map(|(f, _)| f)
             .unwrap_or_else(|| Failure::new(Code::Failure, "the bootstrap root ended the group without a reason"))),
         Look::Message(kind, _) => {
             Err(Failure::new(Code::Failure, format!("the bootstrap root said {kind:?} out of turn")))
@@ -517,7 +505,7 @@ fn collect_local<S: Sockets>(
         });
         let (conn, kind, payload) = spoken?;
         if kind == Kind::Refusal
-            && let Some((failure, _)) = decode_refusal(&payload)
+            && let Some(failure) = decode_refusal(&payload)
         {
             return Err(failure);
         }

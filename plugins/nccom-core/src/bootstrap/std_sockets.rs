@@ -2,10 +2,12 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::wire::Address;
-use super::{Ends, Sockets};
+use super::{Ends, LOOK_MS, Sockets};
 use crate::fail::{Code, Failure};
 
 #[derive(Debug)]
@@ -18,6 +20,11 @@ pub(crate) struct Failing {
     pub cut: std::cell::Cell<bool>,
     /// No connection can be made, which is known at once; how often one was tried.
     pub dialled: std::cell::Cell<u32>,
+    /// The deadline of the operation has passed, as it does for the host's: what has come can be received, and nothing is
+    /// waited for.
+    pub overdue: Arc<AtomicBool>,
+    /// How many receives have begun.
+    pub receives: Arc<AtomicUsize>,
 }
 
 impl Ends for Failing {
@@ -45,7 +52,16 @@ impl Sockets for Failing {
         if most < data.len() { Err(Failure::new(Code::Timeout, "the buffers are full")) } else { Ok(()) }
     }
     fn recv(&self, c: &StdConn, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
-        StdSockets.recv(c, bytes, ms)
+        self.receives.fetch_add(1, Ordering::AcqRel);
+        let until = self.now_ms() + u64::from(ms);
+        loop {
+            let overdue = self.overdue.load(Ordering::Acquire);
+            match StdSockets.recv(c, bytes, ms.min(LOOK_MS)) {
+                Err(e) if e.code == Code::Timeout && overdue => return Err(Failure::new(Code::Overdue, "")),
+                Err(e) if e.code == Code::Timeout && self.now_ms() < until => {}
+                answer => return answer,
+            }
+        }
     }
     fn now_ms(&self) -> u64 {
         StdSockets.now_ms()

@@ -126,9 +126,9 @@ pub enum Kind {
     TaggedInfoToRoot = 11,
 }
 
-/// The end of a group as it travels: `{ u32 magic, u32 status, i32 rank, text }`, the rank being the one that will not come,
+/// The end of a group as it travels: `{ u32 magic, u32 status, i32 rank, text }`, the rank being the one that does not come,
 /// or -1. The magic keeps a stray program from ending a job.
-pub fn encode_refusal(failure: &Failure, rank: Option<usize>) -> Vec<u8> {
+pub fn encode_refusal(failure: &Failure) -> Vec<u8> {
     let told = failure.told();
     let mut len = told.len().min(MAX_REFUSAL - REFUSAL_HEAD);
     while !told.is_char_boundary(len) {
@@ -137,18 +137,19 @@ pub fn encode_refusal(failure: &Failure, rank: Option<usize>) -> Vec<u8> {
     let mut b = Vec::with_capacity(REFUSAL_HEAD + len);
     b.extend_from_slice(&MAGIC.to_le_bytes());
     b.extend_from_slice(&failure.code.number().to_le_bytes());
-    b.extend_from_slice(&rank.and_then(|r| i32::try_from(r).ok()).unwrap_or(-1).to_le_bytes());
+    b.extend_from_slice(&failure.absent.and_then(|r| i32::try_from(r).ok()).unwrap_or(-1).to_le_bytes());
     b.extend_from_slice(&told.as_bytes()[..len]);
     b
 }
 
-/// The failure in a refusal, and the rank that will not come; `None` for one that is not of this library.
-pub fn decode_refusal(b: &[u8]) -> Option<(Failure, Option<usize>)> {
+/// The failure in a refusal; `None` for one that is not of this library.
+pub fn decode_refusal(b: &[u8]) -> Option<Failure> {
     if b.len() < REFUSAL_HEAD || b.len() > MAX_REFUSAL || u32_at(b, 0) != MAGIC {
         return None;
     }
     let said: String = String::from_utf8_lossy(&b[REFUSAL_HEAD..]).chars().filter(|c| !c.is_control()).collect();
-    Some((Failure::of_peer(Code::of_number(u32_at(b, 4)), said), usize::try_from(u32_at(b, 8) as i32).ok()))
+    let absent = usize::try_from(u32_at(b, 8) as i32).ok();
+    Some(Failure { absent, ..Failure::of_peer(Code::of_number(u32_at(b, 4)), said) })
 }
 
 /// Frame header.
@@ -462,15 +463,15 @@ mod tests {
     #[test]
     fn a_refusal_keeps_status_and_sentence_and_a_foreign_one_is_none() {
         let f = Failure::new(Code::Closed, "rank 3 left").during("here");
-        let b = encode_refusal(&f, None);
-        let (got, rank) = decode_refusal(&b).unwrap();
-        assert_eq!((got.code, got.told(), rank), (Code::Closed, "here: rank 3 left", None));
+        let b = encode_refusal(&f);
+        let got = decode_refusal(&b).unwrap();
+        assert_eq!((got.code, got.told(), got.absent), (Code::Closed, "here: rank 3 left", None));
         // Handed on, it stays as it was; only the rank that shows it puts words before it.
-        assert_eq!(encode_refusal(&got.during("there"), None), b);
-        assert_eq!(decode_refusal(&encode_refusal(&f, Some(3))).unwrap().1, Some(3));
-        let long = encode_refusal(&Failure::new(Code::Other(4), "é".repeat(2000)), None);
+        assert_eq!(encode_refusal(&got.during("there")), b);
+        assert_eq!(decode_refusal(&encode_refusal(&f.without(3))).unwrap().absent, Some(3));
+        let long = encode_refusal(&Failure::new(Code::Other(4), "é".repeat(2000)));
         assert!(long.len() <= MAX_REFUSAL);
-        assert_eq!(decode_refusal(&long).unwrap().0.code, Code::Other(4));
+        assert_eq!(decode_refusal(&long).unwrap().code, Code::Other(4));
         let mut foreign = b.clone();
         foreign[0] ^= 1;
         assert_eq!(decode_refusal(&foreign), None);
