@@ -562,7 +562,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
     let framed = |body: &[u8]| [&(body.len() as u32).to_le_bytes(), body].concat();
     assert!(
         visit(&framed(b"\x63\x019"))
-            .contains("it speaks version 99 of the protocol (release 9), this service version 1")
+            .contains("it speaks version 99 of the protocol (release 9), this service version 2")
     );
     assert!(visit(&u32::MAX.to_le_bytes()).contains("says that it has 4294967295 bytes"));
     // It is told before it has sent them: no memory is kept for it meanwhile.
@@ -570,7 +570,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
     assert!(visit(&framed(&[0xFF; 40])).contains("no message that this version knows"));
     // After a hello in good order.
     let release = env!("CARGO_PKG_VERSION").as_bytes();
-    let hello = framed(&[&[1, release.len() as u8], release].concat());
+    let hello = framed(&[&[2, release.len() as u8], release].concat());
     for request in [framed(&[99]), framed(&[0xFF; 64]), ((128u32 << 10) + 1).to_le_bytes().to_vec()] {
         let said = visit(&[&hello[..], &request].concat());
         assert!(said.contains("red") && said.len() < 200, "welcomed, then closed: {said:?}");
