@@ -2,7 +2,8 @@
 
 mod common;
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -642,4 +643,32 @@ fn an_ending_service_finishes_what_there_is() {
     comm.query_info().unwrap();
     drop(comm);
     idle(&server);
+}
+
+/// Where the ranks of a client meet is what the tenant's plugin gathers; the client goes there only if the service's policy for
+/// the tenant lets a plugin.
+#[test]
+fn a_client_meets_its_peers_only_where_the_services_policy_lets_it() {
+    let listener = TcpListener::bind("127.0.0.2:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let there = match listener.local_addr().unwrap() {
+        SocketAddr::V4(a) => a,
+        SocketAddr::V6(a) => panic!("{a}"),
+    };
+    let mut p = zoo::Plugin::lone_rank().unwrap();
+    p.gathers(&[there; 2]);
+    let plugin = plugin_file("meets", &p.build().unwrap());
+    let place = Place::new("meets", &[("red", &[0, 1], "")]);
+    place.allow("red", &[&plugin]);
+    let _server = place.serve();
+    let client = Runtime::open(place.client("red")).unwrap();
+    let by_id = CommOptions::with_id(zoo::unique_id(1), 0, 2);
+    let timeout = Some(Duration::from_millis(300));
+    let joined = client.init_comm(CommOptions { graph: false, timeout, ..by_id });
+    let e = joined.and_then(|comm| comm.shrink(&[])).map(drop).unwrap_err().to_string();
+    let asked = format!(
+        "tenant red asked to meet rank 0 at {there}, which its plugin gathered; network.reach grants 127.0.0.1:*"
+    );
+    assert_eq!(e, asked);
+    assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock, "the client came to it");
 }
