@@ -13,7 +13,7 @@ use host_runtime::{DataType, ReduceOp, enc};
 use hw_bridge::flight;
 use hw_bridge::hbm::Hbm;
 use hw_bridge::limits::{LANES, SLOTS};
-use hw_bridge::links::{Grant, IPC_BYTES, LinkServer, Mapped, connect};
+use hw_bridge::links::{Edge, Grant, HELLO_BYTES, IPC_BYTES, LinkServer, Mapped, connect};
 use hw_bridge::peers::{CONTROL_BYTES, Control, Op, Peer};
 use hw_bridge::segment::Segment;
 use hw_bridge::semaphore::WaitPolicy;
@@ -150,12 +150,15 @@ fn segment() -> Option<Arc<Segment>> {
     Segment::create("fuzz", 4096).ok().map(Arc::new)
 }
 
-/// Says `data` to a link server that has one grant; only the token's own tenant gets anything.
+/// The link that is granted, and asked for.
+const EDGE: Edge = Edge { tenant: 7, key: [5; 32], owner: 3, asker: 1 };
+
+/// Says `data` to a link server that has one grant; only the asker it is for gets anything.
 fn to_server(data: &[u8]) {
     static SERVER: OnceLock<Option<(LinkServer, [u8; IPC_BYTES])>> = OnceLock::new();
     let server = SERVER.get_or_init(|| {
         let server = LinkServer::start().ok()?;
-        let grant = Grant { rank: 3, tenant: 7, control: segment()?, hbm: segment()?, client: None };
+        let grant = Grant { edge: EDGE, control: segment()?, hbm: segment()?, client: None };
         let ipc = server.grant(grant).ok()?;
         Some((server, ipc))
     });
@@ -163,10 +166,16 @@ fn to_server(data: &[u8]) {
     let name = &ipc[33..33 + usize::from(ipc[32])];
     let Ok(address) = SocketAddr::from_abstract_name(name) else { return };
     let Ok(mut stream) = UnixStream::connect_addr(&address) else { return };
-    // A first byte of 1 puts the right token in its place, which no fuzzer would guess.
+    let Ok(right) = EDGE.hello(ipc) else { return };
+    // A first byte of 1 puts the right number in its place, which no fuzzer would guess; one of 2 changes what is right.
     let mut said = data.get(1..).unwrap_or_default().to_vec();
-    if data.first() == Some(&1) && said.len() >= 36 {
-        said[4..36].copy_from_slice(&ipc[..32]);
+    match data.first() {
+        Some(1) if said.len() >= 20 => said[4..20].copy_from_slice(&right[4..20]),
+        Some(2) => {
+            said.resize(said.len().max(HELLO_BYTES), 0);
+            said.iter_mut().zip(right).for_each(|(b, r)| *b ^= r);
+        }
+        _ => {}
     }
     // It may have had enough before the end.
     let _ = stream.write_all(&said).and_then(|()| stream.shutdown(Shutdown::Write));
@@ -178,7 +187,7 @@ fn to_server(data: &[u8]) {
         Err(e) => panic!("the link server does not answer: {e}"),
     }
     if answer.get(4..8) == Some(&[0; 4]) {
-        assert!(said[4..36] == ipc[..32] && said[36..44] == 7u64.to_le_bytes(), "granted to {said:?}");
+        assert!(said[..HELLO_BYTES] == right, "granted to {said:?}");
     }
 }
 
@@ -196,9 +205,9 @@ fn from_owner(end: u8, data: &[u8]) {
     ipc[32] = name.len() as u8;
     ipc[33..33 + name.len()].copy_from_slice(name.as_bytes());
     std::thread::scope(|s| {
-        let asked = s.spawn(move || connect(&ipc, 7, None, Instant::now() + SOON));
+        let asked = s.spawn(move || connect(&ipc, &EDGE, None, Instant::now() + SOON));
         if let Ok((mut stream, _)) = listener.accept() {
-            let _ = stream.read(&mut [0; 44]);
+            let _ = stream.read(&mut [0; HELLO_BYTES]);
             answer(&stream, end, data);
         }
         match asked.join() {

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use ed25519_dalek::VerifyingKey;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
-use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
+use serde::{Deserialize, Serialize, Serializer};
 use sha2::{Digest, Sha256};
 use toml::Spanned;
 
@@ -103,7 +103,7 @@ pub struct Devices {
 }
 
 /// Addresses a tenant's plugins may use.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Network {
     /// Where they may listen.
@@ -380,6 +380,13 @@ macro_rules! from_text {
         }
     )*};
 }
+/// As an operator writes it, for a service's clients.
+impl Serialize for Reach {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
 from_text!(Reach, Bytes, Rate, Span, Hex32, Signer, FileName);
 
 /// The file as it is written; what needs more than one value to check keeps its place.

@@ -1,11 +1,20 @@
 //! Links between ranks: how a peer's memory comes to be mapped here.
 //!
 //! Every process that offers memory runs one [`LinkServer`]: an abstract unix socket (no file, gone with the process)
-//! with a random name. [`LinkServer::grant`] answers 64 bytes, the IPC field of the connect record (INV-84): an
-//! unguessable token and the socket's name. A peer that presents the token from a process of the same user and for the
-//! same tenant gets the descriptors; [`connect`] maps them. Works between unrelated processes.
+//! with a random name. [`LinkServer::grant`] answers 64 bytes, the IPC field of the connect record (INV-84): the number of
+//! the grant and the socket's name, nothing secret. Works between unrelated processes; they must be of one user.
 //!
-//! Layout of the 64 bytes: token 0..32, name length 32, name 33..64.
+//! A plugin carries the 64 bytes, and may carry them anywhere. So whoever asks proves that it is the rank that the grant is
+//! for, of the very communicator: by a MAC with the group's key for links, which the hosts of a group have and no plugin
+//! ([`Edge`]). The owner proves the same of itself with its answer. A proof holds for one owner, one asker, one grant and
+//! one socket: who hears one cannot use it elsewhere. A pair can link later, without the others.
+//!
+//! ```text
+//! record    64   number 16 | zeros 16 | length of the name 1 | name
+//! hello     64   magic 4 | number 16 | tenant 8 | asker's rank 4 | HMAC-SHA256(key, "asks" ...) 32
+//! answer    56   magic 4 | status 4 | bytes of control 8 | bytes of hbm 8 | HMAC-SHA256(key, "grants" ... the 24 before) 32
+//! where ... is   owner's rank 4 | asker's rank 4 | tenant 8 | number 16 | name
+//! ```
 
 use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -16,11 +25,14 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use hmac::{Hmac, KeyInit, Mac};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     SocketAddrUnix,
 };
+
+use sha2::Sha256;
 
 use crate::credentials::{self, PeerPid};
 use crate::dial::dial;
@@ -32,16 +44,79 @@ use crate::segment::{Segment, SegmentError};
 /// Bytes of the IPC field.
 pub const IPC_BYTES: usize = 64;
 const MAGIC: u32 = 0x6c63_6377;
-const HELLO_BYTES: usize = 4 + 32 + 8;
-const ANSWER_BYTES: usize = 4 + 4 + 4 + 4 + 8 + 8;
+/// Bytes of what an asker says.
+pub const HELLO_BYTES: usize = 4 + NUMBER_BYTES + 8 + 4 + 32;
+const ANSWER_HEAD: usize = 4 + 4 + 8 + 8;
+const ANSWER_BYTES: usize = ANSWER_HEAD + 32;
+const NUMBER_BYTES: usize = 16;
+
+const GRANTED: u32 = 0;
+const UNKNOWN: u32 = 1;
+const OTHER_TENANT: u32 = 2;
+const OTHER_END: u32 = 3;
+
+/// Both ends of a link, and what only the hosts of their group have.
+#[derive(Clone, Copy)]
+pub struct Edge {
+    /// The tenant; of two different ones nothing is linked.
+    pub tenant: u64,
+    /// The group's key for links.
+    pub key: [u8; 32],
+    /// Whose memory it is, as a rank of the communicator.
+    pub owner: u32,
+    /// Who maps it.
+    pub asker: u32,
+}
+
+/// The key is not printed.
+impl std::fmt::Debug for Edge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Edge { tenant, owner, asker, .. } = self;
+        f.debug_struct("Edge")
+            .field("tenant", tenant)
+            .field("owner", owner)
+            .field("asker", asker)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Edge {
+    /// The proof of one end, `what` it does, about the grant `number` of the server `name`.
+    fn proof(&self, what: &[u8], number: &[u8; NUMBER_BYTES], name: &[u8]) -> Hmac<Sha256> {
+        // A key shorter than a block is filled up with zeros.
+        let mut key = [0; 64];
+        key[..32].copy_from_slice(&self.key);
+        let mut mac = Hmac::<Sha256>::new(&key.into());
+        mac.update(what);
+        mac.update(&self.owner.to_le_bytes());
+        mac.update(&self.asker.to_le_bytes());
+        mac.update(&self.tenant.to_le_bytes());
+        mac.update(number);
+        mac.update(name);
+        mac
+    }
+
+    /// What the asker says to the owner, whose record is `ipc`.
+    ///
+    /// # Errors
+    /// [`LinkError::Malformed`] for a record that names no link server.
+    pub fn hello(&self, ipc: &[u8]) -> Result<[u8; HELLO_BYTES], LinkError> {
+        let (number, name) = read_record(ipc)?;
+        let mut hello = [0; HELLO_BYTES];
+        hello[..4].copy_from_slice(&MAGIC.to_le_bytes());
+        hello[4..20].copy_from_slice(&number);
+        hello[20..28].copy_from_slice(&self.tenant.to_le_bytes());
+        hello[28..32].copy_from_slice(&self.asker.to_le_bytes());
+        hello[32..].copy_from_slice(&self.proof(b"asks", &number, name).finalize().into_bytes());
+        Ok(hello)
+    }
+}
 
 /// What a grant hands out.
 #[derive(Debug, Clone)]
 pub struct Grant {
-    /// Whose memory it is, as a rank of the communicator.
-    pub rank: u32,
-    /// The tenant; a peer of another one is refused.
-    pub tenant: u64,
+    /// To whom: to nobody else.
+    pub edge: Edge,
     /// The communicator's control segment.
     pub control: Arc<Segment>,
     /// The core's device memory.
@@ -53,7 +128,7 @@ pub struct Grant {
 /// A peer's memory as it was granted, not mapped yet: a service passes it on to its client.
 #[derive(Debug)]
 pub struct Granted {
-    /// The peer's rank, as it says.
+    /// The peer's rank.
     pub rank: u32,
     /// Its control segment, and the bytes it says that has.
     pub control: (OwnedFd, u64),
@@ -92,7 +167,7 @@ impl Granted {
 /// A peer's memory, mapped here.
 #[derive(Debug)]
 pub struct Mapped {
-    /// The peer's rank, as it says.
+    /// The peer's rank.
     pub rank: u32,
     /// Its process, as the kernel says.
     pub pid: PeerPid,
@@ -120,7 +195,7 @@ pub enum LinkError {
     Malformed(&'static str),
     /// The owner said no.
     #[error("the peer refused the link: {0}")]
-    Refused(&'static str),
+    Refused(String),
     /// The owner is gone or does not answer.
     #[error(
         "the peer that owns the memory does not answer: {0}; its process has ended or runs in another network namespace"
@@ -147,7 +222,7 @@ fn sys(step: &'static str) -> impl FnOnce(std::io::Error) -> LinkError {
     move |source| LinkError::System { step, source }
 }
 
-type Grants = Arc<Mutex<HashMap<[u8; 32], Grant>>>;
+type Grants = Arc<Mutex<HashMap<[u8; NUMBER_BYTES], Grant>>>;
 
 /// The process's giver of memory. Dropping it ends its thread and every grant; mappings that peers hold stay valid.
 #[derive(Debug)]
@@ -173,34 +248,35 @@ impl LinkServer {
             .map_err(|e| LinkError::System { step: "making the link server's stop event", source: e.into() })?;
         let grants = Grants::default();
         let (for_thread, stop_copy) = (grants.clone(), stop.try_clone().map_err(sys("copying the stop event"))?);
+        let own = name.clone();
         let thread = std::thread::Builder::new()
             .name("wccl-links".into())
-            .spawn(move || serve(&listener, &stop_copy, &for_thread))
+            .spawn(move || serve(&listener, &stop_copy, &own, &for_thread))
             .map_err(sys("starting the link server's thread"))?;
         Ok(LinkServer { name, grants, stop, thread: Some(thread) })
     }
 
-    /// Makes `grant` available to whoever shows the returned 64 bytes.
+    /// Makes `grant` available to its asker, who needs the returned 64 bytes for it.
     pub fn grant(&self, grant: Grant) -> Result<[u8; IPC_BYTES], LinkError> {
         let mut ipc = [0u8; IPC_BYTES];
-        let mut token = [0u8; 32];
-        fill_random(&mut token).map_err(sys("reading random bytes for a link token"))?;
-        ipc[..32].copy_from_slice(&token);
+        let mut number = [0u8; NUMBER_BYTES];
+        fill_random(&mut number).map_err(sys("reading random bytes for the number of a link"))?;
+        ipc[..NUMBER_BYTES].copy_from_slice(&number);
         ipc[32] = self.name.len() as u8;
         ipc[33..33 + self.name.len()].copy_from_slice(&self.name);
         let mut grants = lock(&self.grants);
         if grants.len() >= MAX_GRANTS {
             return Err(LinkError::TooMany);
         }
-        grants.insert(token, grant);
+        grants.insert(number, grant);
         Ok(ipc)
     }
 
     /// Ends a grant; whoever already mapped the memory keeps it.
     pub fn revoke(&self, ipc: &[u8; IPC_BYTES]) {
-        let mut token = [0u8; 32];
-        token.copy_from_slice(&ipc[..32]);
-        lock(&self.grants).remove(&token);
+        let mut number = [0u8; NUMBER_BYTES];
+        number.copy_from_slice(&ipc[..NUMBER_BYTES]);
+        lock(&self.grants).remove(&number);
     }
 }
 
@@ -219,7 +295,7 @@ impl Drop for LinkServer {
     }
 }
 
-fn lock(grants: &Grants) -> std::sync::MutexGuard<'_, HashMap<[u8; 32], Grant>> {
+fn lock(grants: &Grants) -> std::sync::MutexGuard<'_, HashMap<[u8; NUMBER_BYTES], Grant>> {
     grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
@@ -244,7 +320,7 @@ fn hex(b: u8) -> [u8; 2] {
     [digit(b >> 4), digit(b & 15)]
 }
 
-fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
+fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants) {
     use rustix::event::{PollFd, PollFlags, poll};
     let refused = LogRate::default();
     let more = |n| tracing::warn!("{n} more links were not made");
@@ -265,7 +341,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
         }
         match listener.accept() {
             Ok((stream, _)) => {
-                if let Err(e) = answer(stream, grants)
+                if let Err(e) = answer(stream, name, grants)
                     && refused.admits(REFUSALS_LOGGED, more)
                 {
                     tracing::warn!("a link was not made: {e}");
@@ -281,10 +357,10 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, grants: &Grants) {
     }
 }
 
-fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
+fn answer(mut stream: UnixStream, name: &[u8], grants: &Grants) -> Result<(), LinkError> {
     let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
     if !credentials::same_user(&cred) {
-        return Err(LinkError::Refused("it is another user's process"));
+        return Err(LinkError::Refused("it is another user's process".into()));
     }
     // One bound for the whole hello: a peer that trickles bytes must not hold the others up.
     let until = Instant::now() + LINK_HELLO;
@@ -293,51 +369,67 @@ fn answer(mut stream: UnixStream, grants: &Grants) -> Result<(), LinkError> {
     while got < hello.len() {
         bound(&stream, until)?;
         match stream.read(&mut hello[got..]) {
-            Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants")),
+            Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants".into())),
             Ok(n) => got += n,
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                return Err(LinkError::Refused("it did not say in time what it wants"));
+                return Err(LinkError::Refused("it did not say in time what it wants".into()));
             }
             Err(e) => return Err(sys("reading a link's hello")(e)),
         }
     }
-    let mut token = [0u8; 32];
-    token.copy_from_slice(&hello[4..36]);
-    let mut tenant = [0u8; 8];
-    tenant.copy_from_slice(&hello[36..44]);
-    let found = (hello[..4] == MAGIC.to_le_bytes()).then(|| lock(grants).get(&token).cloned()).flatten();
-    let status: u32 = match &found {
-        None => 1,
-        Some(g) if g.tenant != u64::from_le_bytes(tenant) => 2,
-        Some(_) => 0,
+    let mut number = [0u8; NUMBER_BYTES];
+    number.copy_from_slice(&hello[4..20]);
+    let word = |at: usize| u32::from_le_bytes([hello[at], hello[at + 1], hello[at + 2], hello[at + 3]]);
+    let tenant = u64::from(word(20)) | u64::from(word(24)) << 32;
+    let found = (word(0) == MAGIC).then(|| lock(grants).get(&number).cloned()).flatten();
+    let Some(Grant { edge, control, hbm, client }) = found else {
+        return refuse(&mut stream, UNKNOWN, "it names no grant of this process".into());
     };
-    let mut out = Vec::with_capacity(ANSWER_BYTES);
-    let (rank, control, hbm) =
-        found.as_ref().map_or((0, 0, 0), |g| (g.rank, g.control.len() as u64, g.hbm.len() as u64));
-    for word in [MAGIC, status, rank, std::process::id()] {
-        out.extend_from_slice(&word.to_le_bytes());
+    if edge.tenant != tenant {
+        return refuse(&mut stream, OTHER_TENANT, "it belongs to another tenant".into());
     }
-    out.extend_from_slice(&control.to_le_bytes());
-    out.extend_from_slice(&hbm.to_le_bytes());
-    match found {
-        Some(g) if status == 0 => {
-            let (Some(a), Some(b)) = (g.control.fd(), g.hbm.fd()) else {
-                return Err(LinkError::Refused("its grant holds memory of another process"));
-            };
-            let fds: Vec<BorrowedFd<'_>> = [a, b].into_iter().chain(g.client.as_ref().map(|c| c.as_fd())).collect();
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            control.push(SendAncillaryMessage::ScmRights(&fds));
-            rustix::net::sendmsg(&stream, &[IoSlice::new(&out)], &mut control, SendFlags::NOSIGNAL)
-                .map_err(|e| LinkError::System { step: "passing memory to a peer", source: e.into() })?;
-            Ok(())
-        }
-        _ => {
-            stream.write_all(&out).map_err(sys("refusing a link"))?;
-            Err(LinkError::Refused(if status == 2 { "it belongs to another tenant" } else { "its token is unknown" }))
-        }
+    if edge.asker != word(28) || edge.proof(b"asks", &number, name).verify_slice(&hello[32..]).is_err() {
+        let why = format!(
+            "rank {} asked for the memory that rank {} grants to rank {}, and has not the key of its communicator",
+            word(28),
+            edge.owner,
+            edge.asker
+        );
+        return refuse(&mut stream, OTHER_END, why);
     }
+    let (Some(a), Some(b)) = (control.fd(), hbm.fd()) else {
+        return Err(LinkError::Refused("its grant holds memory of another process".into()));
+    };
+    let mut out = head(GRANTED, control.len() as u64, hbm.len() as u64).to_vec();
+    let mut proof = edge.proof(b"grants", &number, name);
+    proof.update(&out);
+    out.extend_from_slice(&proof.finalize().into_bytes());
+    let fds: Vec<BorrowedFd<'_>> = [a, b].into_iter().chain(client.as_ref().map(|c| c.as_fd())).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(&stream, &[IoSlice::new(&out)], &mut control, SendFlags::NOSIGNAL)
+        .map_err(|e| LinkError::System { step: "passing memory to a peer", source: e.into() })?;
+    Ok(())
+}
+
+/// The begin of an answer.
+fn head(status: u32, control: u64, hbm: u64) -> [u8; ANSWER_HEAD] {
+    let mut head = [0; ANSWER_HEAD];
+    head[..4].copy_from_slice(&MAGIC.to_le_bytes());
+    head[4..8].copy_from_slice(&status.to_le_bytes());
+    head[8..16].copy_from_slice(&control.to_le_bytes());
+    head[16..].copy_from_slice(&hbm.to_le_bytes());
+    head
+}
+
+/// Says no; the rest of the answer is zeros. `why` is for the owner's log.
+fn refuse(stream: &mut UnixStream, status: u32, why: String) -> Result<(), LinkError> {
+    let mut out = [0; ANSWER_BYTES];
+    out[..ANSWER_HEAD].copy_from_slice(&head(status, 0, 0));
+    stream.write_all(&out).map_err(sys("refusing a link"))?;
+    Err(LinkError::Refused(why))
 }
 
 /// Lets the next read or write of `stream` last until `deadline` at most.
@@ -370,31 +462,40 @@ fn readable(stream: &UnixStream, stop: Option<BorrowedFd<'_>>, deadline: Instant
     }
 }
 
-/// Presents the token in `ipc` to its owner and maps what it grants. Ends at `deadline`, or when `stop` becomes readable.
+/// Number and name in a record. These bytes came from a guest: they must not open a connection to something else than a link
+/// server.
+fn read_record(ipc: &[u8]) -> Result<([u8; NUMBER_BYTES], &[u8]), LinkError> {
+    if ipc.len() != IPC_BYTES {
+        return Err(LinkError::Malformed("it is not 64 bytes"));
+    }
+    let mut number = [0; NUMBER_BYTES];
+    number.copy_from_slice(&ipc[..NUMBER_BYTES]);
+    let name = ipc.get(33..33 + usize::from(ipc[32])).unwrap_or_default();
+    let plain = |h: &[u8]| h.len() == 24 && h.iter().all(u8::is_ascii_hexdigit);
+    match name.strip_prefix(b"wccl-") {
+        Some(h) if plain(h) => Ok((number, name)),
+        _ => Err(LinkError::Malformed("it names no link server")),
+    }
+}
+
+/// Asks the owner of the record `ipc` for its memory, as the asker of `edge`, and maps it. Ends at `deadline`, or when `stop`
+/// becomes readable.
 ///
 /// # Errors
-/// [`LinkError`]; [`LinkError::Gone`] if the owner's process has ended or does not answer.
-pub fn connect(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Mapped, LinkError> {
-    request(ipc, tenant, stop, deadline)?.map()
+/// [`LinkError`]; [`LinkError::Refused`] if the record is of another communicator, or of other ranks;
+/// [`LinkError::Gone`] if the owner's process has ended or does not answer.
+pub fn connect(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Mapped, LinkError> {
+    request(ipc, edge, stop, deadline)?.map()
 }
 
 /// As [`connect`], without mapping anything.
 ///
 /// # Errors
 /// As [`connect`].
-pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Granted, LinkError> {
-    if ipc.len() != IPC_BYTES {
-        return Err(LinkError::Malformed("it is not 64 bytes"));
-    }
-    let len = usize::from(ipc[32]);
-    // Only a link server's own name: these bytes came from a guest, and must not open a connection to something else.
-    let plain =
-        |name: &[u8]| name.strip_prefix(b"wccl-").is_some_and(|h| h.len() == 24 && h.iter().all(u8::is_ascii_hexdigit));
-    if len > IPC_BYTES - 33 || !plain(&ipc[33..33 + len]) {
-        return Err(LinkError::Malformed("it names no link server"));
-    }
-    let to = SocketAddrUnix::new_abstract_name(&ipc[33..33 + len])
-        .map_err(|_| LinkError::Malformed("it names no socket"))?;
+pub fn request(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Granted, LinkError> {
+    let hello = edge.hello(ipc)?;
+    let (number, name) = read_record(ipc)?;
+    let to = SocketAddrUnix::new_abstract_name(name).map_err(|_| LinkError::Malformed("it names no socket"))?;
     let mut stream = dial(&to, stop, deadline).map_err(|e| match e {
         Errno::CANCELED => LinkError::Stopped,
         Errno::AGAIN => LinkError::Gone(std::io::ErrorKind::TimedOut.into()),
@@ -402,15 +503,11 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     })?;
     let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
     if !credentials::same_user(&cred) {
-        return Err(LinkError::Refused("the owner is another user's process"));
+        return Err(LinkError::Refused("the owner is another user's process".into()));
     }
     // Before it answers, after which it hangs up: until then the connection tells that it lives.
     let watched = watch(&stream, cred.pid);
     bound(&stream, deadline)?;
-    let mut hello = Vec::with_capacity(HELLO_BYTES);
-    hello.extend_from_slice(&MAGIC.to_le_bytes());
-    hello.extend_from_slice(&ipc[..32]);
-    hello.extend_from_slice(&tenant.to_le_bytes());
     stream.write_all(&hello).map_err(LinkError::Gone)?;
 
     let mut out = [0u8; ANSWER_BYTES];
@@ -447,12 +544,23 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
     if word(0) != MAGIC {
         return Err(LinkError::Malformed("the owner answered with a foreign magic"));
     }
-    match word(4) {
-        0 => {}
-        2 => return Err(LinkError::Refused("the memory belongs to another tenant")),
-        _ => {
-            return Err(LinkError::Refused("the token is not or no longer valid; the peer has freed its communicator"));
-        }
+    let refused = match word(4) {
+        GRANTED => None,
+        OTHER_TENANT => Some("the memory belongs to another tenant".to_string()),
+        OTHER_END => Some(format!(
+            "it grants the memory to another rank, or in another communicator, than rank {} that asked rank {} for it; the plugin \
+             has mixed up the connect records of two groups",
+            edge.asker, edge.owner
+        )),
+        _ => Some("the record is not or no longer valid; the peer has freed its communicator".to_string()),
+    };
+    if let Some(why) = refused {
+        return Err(LinkError::Refused(why));
+    }
+    let mut proof = edge.proof(b"grants", &number, name);
+    proof.update(&out[..ANSWER_HEAD]);
+    if proof.verify_slice(&out[ANSWER_HEAD..]).is_err() {
+        return Err(LinkError::Malformed("its owner is no host of this communicator"));
     }
     let mut fds = fds.into_iter();
     let (Some(control), Some(hbm)) = (fds.next(), fds.next()) else {
@@ -463,7 +571,7 @@ pub fn request(ipc: &[u8], tenant: u64, stop: Option<BorrowedFd<'_>>, deadline: 
         Some(clients) => (clients, None),
         None => (watched?, Some(cred.pid)),
     };
-    Ok(Granted { rank: word(8), control: (control, long(16)), hbm: (hbm, long(24)), pidfd, pid })
+    Ok(Granted { rank: edge.owner, control: (control, long(8)), hbm: (hbm, long(16)), pidfd, pid })
 }
 
 /// What becomes readable when the process behind `stream` ends. The socket itself gives it, in whatever PID namespace that
@@ -482,10 +590,14 @@ fn watch(stream: &UnixStream, pid: PeerPid) -> Result<OwnedFd, LinkError> {
 mod tests {
     use super::*;
 
+    /// From rank 3 to rank 1.
+    fn edge(tenant: u64) -> Edge {
+        Edge { tenant, key: [9; 32], owner: 3, asker: 1 }
+    }
+
     fn grant(tenant: u64) -> Grant {
         Grant {
-            rank: 3,
-            tenant,
+            edge: edge(tenant),
             control: Arc::new(Segment::create("c", 4096).unwrap()),
             hbm: Arc::new(Segment::create("h", 8192).unwrap()),
             client: None,
@@ -497,11 +609,11 @@ mod tests {
     }
 
     #[test]
-    fn a_grant_is_mapped_with_the_token_and_only_with_it() {
+    fn a_grant_is_mapped_by_its_number_and_only_by_it() {
         let server = LinkServer::start().unwrap();
         let g = grant(7);
         let ipc = server.grant(g.clone()).unwrap();
-        let m = connect(&ipc, 7, None, soon()).unwrap();
+        let m = connect(&ipc, &edge(7), None, soon()).unwrap();
         assert_eq!((m.rank, m.control.len(), m.hbm.len()), (3, 4096, 8192));
         // SAFETY: both mappings are 8192 bytes; this thread alone uses them.
         unsafe {
@@ -510,13 +622,78 @@ mod tests {
         }
         let mut wrong = ipc;
         wrong[0] ^= 1;
-        assert!(connect(&wrong, 7, None, soon()).unwrap_err().to_string().contains("token is not or no longer valid"));
-        assert!(connect(&ipc, 8, None, soon()).unwrap_err().to_string().contains("another tenant"));
+        assert!(
+            connect(&wrong, &edge(7), None, soon())
+                .unwrap_err()
+                .to_string()
+                .contains("record is not or no longer valid")
+        );
+        assert!(connect(&ipc, &edge(8), None, soon()).unwrap_err().to_string().contains("another tenant"));
         server.revoke(&ipc);
-        assert!(connect(&ipc, 7, None, soon()).is_err());
+        assert!(connect(&ipc, &edge(7), None, soon()).is_err());
         assert_eq!(lock(&server.grants).len(), 0);
         drop(server);
-        assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Gone(_))));
+        assert!(matches!(connect(&ipc, &edge(7), None, soon()), Err(LinkError::Gone(_))));
+    }
+
+    /// Nobody else gets what is granted to one rank of one communicator, whatever record it shows.
+    #[test]
+    fn a_grant_is_for_one_rank_of_one_communicator() {
+        let server = LinkServer::start().unwrap();
+        let ipc = server.grant(grant(7)).unwrap();
+        let right = edge(7);
+        let wrong = [
+            Edge { key: [8; 32], ..right },
+            Edge { owner: 2, ..right },
+            Edge { asker: 0, ..right },
+            Edge { owner: 1, asker: 3, ..right },
+        ];
+        for e in wrong {
+            let said = connect(&ipc, &e, None, soon()).unwrap_err().to_string();
+            let ends = format!("than rank {} that asked rank {} for it", e.asker, e.owner);
+            assert!(said.contains("in another communicator") && said.contains(&ends), "{said}");
+        }
+        // A proof for another server's grant of that number is none here.
+        let other = LinkServer::start().unwrap();
+        let theirs = other.grant(grant(7)).unwrap();
+        let mut moved = ipc;
+        moved[32..].copy_from_slice(&theirs[32..]);
+        let heard = right.hello(&moved).unwrap();
+        let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(&server.name).unwrap()).unwrap();
+        stream.write_all(&heard).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        assert_eq!((answer.len(), answer[4]), (ANSWER_BYTES, OTHER_END as u8));
+        assert!(connect(&ipc, &right, None, soon()).is_ok());
+    }
+
+    /// An owner without the key cannot put its own memory in the place of a rank's.
+    #[test]
+    fn an_owner_that_is_no_host_of_the_communicator_is_not_believed() {
+        let name = format!("wccl-{:024x}", std::process::id());
+        let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+        let mut ipc = [0u8; IPC_BYTES];
+        ipc[32] = name.len() as u8;
+        ipc[33..33 + name.len()].copy_from_slice(name.as_bytes());
+        std::thread::scope(|s| {
+            let asks = s.spawn(|| connect(&ipc, &edge(7), None, soon()));
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.read_exact(&mut [0; HELLO_BYTES]).unwrap();
+            let mut out = head(GRANTED, 4096, 8192).to_vec();
+            let strangers = Edge { key: [8; 32], ..edge(7) };
+            let mut proof = strangers.proof(b"grants", &[0; NUMBER_BYTES], name.as_bytes());
+            proof.update(&out);
+            out.extend_from_slice(&proof.finalize().into_bytes());
+            stream.write_all(&out).unwrap();
+            let e = asks.join().unwrap().unwrap_err();
+            assert!(matches!(e, LinkError::Malformed("its owner is no host of this communicator")), "{e}");
+        });
+    }
+
+    #[test]
+    fn no_key_of_a_link_is_printed() {
+        let said = format!("{:?}", grant(7));
+        assert!(said.contains("owner: 3, asker: 1, ..") && !said.contains("9, 9"), "{said}");
     }
 
     #[test]
@@ -531,7 +708,7 @@ mod tests {
         let stop = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
         let late = Instant::now() + Duration::from_secs(600);
-        assert!(matches!(connect(&ipc, 0, Some(stop.as_fd()), late), Err(LinkError::Stopped)));
+        assert!(matches!(connect(&ipc, &edge(0), Some(stop.as_fd()), late), Err(LinkError::Stopped)));
     }
 
     #[test]
@@ -541,24 +718,24 @@ mod tests {
         let pid = rustix::process::Pid::from_child(&child);
         let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
         let ipc = server.grant(Grant { client: Some(Arc::new(pidfd)), ..grant(7) }).unwrap();
-        let m = connect(&ipc, 7, None, soon()).unwrap();
+        let m = connect(&ipc, &edge(7), None, soon()).unwrap();
         assert_eq!((m.pid.here(), m.pidfd.is_some()), (Some(child.id()), true));
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Gone(_))));
+        assert!(matches!(connect(&ipc, &edge(7), None, soon()), Err(LinkError::Gone(_))));
         let no_process = Some(Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap())));
         let ipc = server.grant(Grant { client: no_process, ..grant(7) }).unwrap();
-        assert!(matches!(connect(&ipc, 7, None, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&ipc, &edge(7), None, soon()), Err(LinkError::Malformed(_))));
         // This very process needs no watching.
         let ipc = server.grant(grant(7)).unwrap();
-        assert!(connect(&ipc, 7, None, soon()).unwrap().pidfd.is_none());
+        assert!(connect(&ipc, &edge(7), None, soon()).unwrap().pidfd.is_none());
     }
 
     #[test]
     fn malformed_records_are_refused() {
-        assert!(matches!(connect(&[0; 63], 0, None, soon()), Err(LinkError::Malformed(_))));
-        assert!(matches!(connect(&[0; 64], 0, None, soon()), Err(LinkError::Malformed(_))));
-        assert!(matches!(connect(&[0xFF; 64], 0, None, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0; 63], &edge(0), None, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0; 64], &edge(0), None, soon()), Err(LinkError::Malformed(_))));
+        assert!(matches!(connect(&[0xFF; 64], &edge(0), None, soon()), Err(LinkError::Malformed(_))));
     }
 
     #[test]
@@ -567,6 +744,6 @@ mod tests {
         let ipc = server.grant(grant(0)).unwrap();
         let addr = SocketAddr::from_abstract_name(&server.name).unwrap();
         let _mute = UnixStream::connect_addr(&addr).unwrap();
-        assert!(connect(&ipc, 0, None, soon()).is_ok());
+        assert!(connect(&ipc, &edge(0), None, soon()).is_ok());
     }
 }

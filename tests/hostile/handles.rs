@@ -1,9 +1,10 @@
 //! Handles that were forged, kept, closed twice, are of another kind, or are another tenant's.
 
 use std::cell::RefCell;
+use std::net::{Ipv4Addr, SocketAddrV4};
 
 use host_runtime::nrt::CommOptions;
-use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, TRANSPORT, init_comm, ok_bytes};
+use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, TRANSPORT, init_comm, ok_bytes, ok_unit, unique_id};
 
 use crate::floods::LISTEN;
 use crate::zoo::{Animal, Group, animal, at_once, opened, said};
@@ -148,6 +149,43 @@ pub fn group() -> Group {
             // As another rank of a group of two: nobody links to itself.
             p.body("neuron-init-comm", init_comm(&connect).replace(ASKED, "(i32.const 1) (i32.const 2)"));
             said(cage.open(&p)?.init_comm(CommOptions::with_id([1; 128], 0, 1)))
+        },
+    ));
+    animals.push(animal(
+        "memory of another group of its own tenant, of the same size, with the record that lets that group's rank in",
+        "neuronBootstrapSend of plugin animal.wasm failed on tenant hostile: NRT_FAILURE (1): no link from rank 1 to rank 0: the peer refused the link: it grants the memory to another rank, or in another communicator, than rank 1 that asked rank 0 for it; the plugin has mixed up the connect records of two groups",
+        |cage| {
+            let mut p = Plugin::lone_rank()?;
+            p.gathers(&[SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9); 2]);
+            p.body(
+                "neuron-bootstrap-recv",
+                format!(
+                    "(call $links.offer (local.get 0) (local.get 1) (i32.const {REPLY})) (call $objects.communicator.drop (local.get 0))
+                     (memory.copy (i32.const {SCRATCH}) (i32.load (i32.const {})) (i32.const 64)) {}",
+                    REPLY + 4,
+                    ok_bytes(SCRATCH, 64)
+                ),
+            );
+            p.body(
+                "neuron-bootstrap-send",
+                format!(
+                    "(call $links.connect (local.get 0) (local.get 1) (i32.const 0) (i32.const 1) (local.get 2) (local.get 3) (i32.const 1500) (i32.const {REPLY}))
+                     (call $objects.communicator.drop (local.get 0))
+                     (if (i32.load8_u (i32.const {REPLY})) (then (return (block (result i32) {})))) {}",
+                    crate::zoo::gives_up(),
+                    ok_unit()
+                ),
+            );
+            let runtime = cage.open(&p)?;
+            let joins = |secret, rank| {
+                let by_id = CommOptions::with_id(unique_id(secret), rank, 2);
+                runtime.init_comm(CommOptions { graph: false, ..by_id })
+            };
+            let (one, other) = (joins(1, 0)?, joins(2, 1)?);
+            let record = one.bootstrap_recv(1, 64)?;
+            // It lets its own group's rank in.
+            joins(1, 1)?.bootstrap_send(0, &record)?;
+            said(other.bootstrap_send(0, &record))
         },
     ));
     Group { title: "Handles that are not theirs", animals }

@@ -1,10 +1,14 @@
 //! What a policy does not grant: addresses, devices, files, and plugins that are not the ones that were meant.
 
+use std::io::ErrorKind;
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use host_runtime::metrics::MetricsServer;
 use host_runtime::nrt::{CommOptions, Runtime};
 use host_runtime::plugin::signing::SecretKey;
-use tests::zoo::{Plugin, REPLY, SCRATCH};
+use tests::zoo::{Plugin, REPLY, SCRATCH, unique_id};
 
 use crate::zoo::{Animal, Cage, Group, animal, gives_up, opened, said};
 
@@ -59,6 +63,31 @@ fn no_entry(what: &str, cause: &str, make: impl Fn(&Cage, &[u8]) -> Result<(Stri
     })
 }
 
+/// One whose ranks are to meet where it says: at a listener that must hear nothing, or at the `host`'s.
+fn meets(what: &str, sentence: &str, network: &'static str, host: Option<fn() -> Result<MetricsServer>>) -> Animal {
+    animal(what, sentence, move |cage| {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        listener.set_nonblocking(true)?;
+        let metrics = host.map(|make| make()).transpose()?;
+        let port = match &metrics {
+            Some(m) => m.address().context("it listens by TCP")?.port(),
+            None => listener.local_addr()?.port(),
+        };
+        let mut p = Plugin::lone_rank()?;
+        p.gathers(&[SocketAddrV4::new(Ipv4Addr::LOCALHOST, port); 2]);
+        let devices = "[devices]\ncores = [0, 1]\nhbm = \"1 MiB\"";
+        let runtime = opened(cage.under(&p, &format!("{ONE}\n{devices}\n[network]\n{network}"))?)?;
+        let by_id = CommOptions::with_id(unique_id(1), 0, 2);
+        let joined = runtime.init_comm(CommOptions { graph: false, timeout: Some(SOON), ..by_id });
+        let answer = said(joined.and_then(|comm| comm.shrink(&[]).map(drop)));
+        anyhow::ensure!(listener.accept().is_err_and(|e| e.kind() == ErrorKind::WouldBlock), "the host came to it");
+        answer
+    })
+}
+
+/// How long a rank may wait for one that is not there.
+const SOON: Duration = Duration::from_millis(300);
+
 const LOCAL: &str = "[network]\nlisten = [\"127.0.0.1:18000-18010\"]\nreach = [\"127.0.0.1:18000-18010\"]";
 
 pub fn group() -> Group {
@@ -94,6 +123,24 @@ pub fn group() -> Group {
                 let granted = format!("{ONE}\n[network]\nreach = [\"127.0.0.1:*\"]");
                 said(opened(cage.under(&p, &granted)?)?.unique_id(1))
             },
+        ),
+        meets(
+            "a meeting place of a rank, for the host to dial, outside its policy",
+            "tenant hostile asked to meet rank 0 at 127.0.0.1:…, which its plugin gathered; network.reach grants 127.0.0.1:18000-18010",
+            "listen = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.1:18000-18010\"]",
+            None,
+        ),
+        meets(
+            "the same at the host's own metrics, at an address that its policy grants",
+            "tenant hostile asked to meet rank 0 at 127.0.0.1:…, which its plugin gathered, where the host itself listens; network.reach grants 127.0.0.1:*",
+            "listen = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.1:*\"]",
+            Some(|| Ok(MetricsServer::tcp("127.0.0.1:0".parse()?, Vec::new)?)),
+        ),
+        meets(
+            "a meeting place for the host to listen on, outside its policy",
+            "tenant hostile asked for a meeting place of rank 0 on 127.0.0.1; network.listen grants 127.0.0.2:*",
+            "listen = [\"127.0.0.2:*\"]\nreach = [\"127.0.0.1:*\"]",
+            None,
         ),
         refused(
             "listening on all interfaces",

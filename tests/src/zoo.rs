@@ -16,6 +16,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -318,6 +319,16 @@ impl Plugin {
         self.extra.push_str(wat);
         self.extra.push('\n');
         self
+    }
+
+    /// Has its all-gather answer these addresses, whatever is gathered: where the ranks of a communicator meet, as the host asks
+    /// for in the init of a group of so many.
+    pub fn gathers(&mut self, places: &[SocketAddrV4]) -> &mut Self {
+        let at = SCRATCH + 512;
+        let bytes: String = places.iter().flat_map(address).map(|b| format!("\\{b:02x}")).collect();
+        self.extra(&format!("(data (i32.const {at}) \"{bytes}\")"));
+        let answer = ok_bytes(at, 28 * places.len() as u32);
+        self.body("neuron-bootstrap-all-gather", format!("(call $objects.communicator.drop (local.get 0)) {answer}"))
     }
 
     /// Puts a text into the module's memory.
@@ -633,6 +644,23 @@ pub fn ok_bytes(at: u32, len: u32) -> String {
 /// Body that answers the success of a `result<_, E>`.
 pub fn ok_unit() -> String {
     format!("(i32.store8 (i32.const {ANSWER}) (i32.const 0)) (i32.const {ANSWER})")
+}
+
+/// A socket address as it crosses the boundary.
+pub fn address(of: &SocketAddrV4) -> [u8; 28] {
+    let mut b = [0; 28];
+    b[0] = 2;
+    b[2..4].copy_from_slice(&of.port().to_be_bytes());
+    b[4..8].copy_from_slice(&of.ip().octets());
+    b
+}
+
+/// An id as a program hands it out: of a root on this machine, with a secret of that byte.
+pub fn unique_id(secret: u8) -> [u8; 128] {
+    let mut id = [0; 128];
+    id[..28].copy_from_slice(&address(&SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9)));
+    id[28..60].fill(secret);
+    id
 }
 
 /// Body of `neuron-init-comm`: makes the communicator it is asked for, runs `then` (which finds its handle at

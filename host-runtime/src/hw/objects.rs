@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use hw_bridge::device::{HostMem, IncrementRegister};
 use hw_bridge::hbm::Hbm;
-use hw_bridge::links::{Grant, Granted, IPC_BYTES};
+use hw_bridge::links::{Edge, Grant, Granted, IPC_BYTES};
 use hw_bridge::peers::Owner;
 use hw_bridge::proxy::Proxy;
 use hw_bridge::sequencer::Endpoint;
@@ -199,12 +199,18 @@ impl CommCore {
         std::mem::take(&mut lock(&self.passed).waiting)
     }
 
+    /// A link of its group, by which the rank `asker` maps the memory of the rank `owner`.
+    pub(crate) fn edge(&self, owner: usize, asker: usize) -> Edge {
+        // There are far fewer ranks than 2^32.
+        Edge { tenant: self.tenant.id, key: self.key.links(), owner: owner as u32, asker: asker as u32 }
+    }
+
     /// The tenant it belongs to.
     pub(crate) fn tenant_id(&self) -> u64 {
         self.tenant.id
     }
 
-    /// The 64 bytes with which `peer` maps this rank's memory; the same ones each time.
+    /// The 64 bytes with which `peer`, and nobody else, maps this rank's memory; the same ones each time.
     pub(crate) fn offer(&self, peer: usize) -> Result<[u8; IPC_BYTES], String> {
         let mut grants = lock(&self.grants);
         if let Some(ipc) = grants.get(&peer) {
@@ -212,7 +218,7 @@ impl CommCore {
         }
         let (control, hbm) = (self.endpoint.control().segment().clone(), self.endpoint.hbm().segment().clone());
         let client = self.client.as_ref().map(|c| c.pidfd.clone());
-        let grant = Grant { rank: self.rank as u32, tenant: self.tenant.id, control, hbm, client };
+        let grant = Grant { edge: self.edge(self.rank, peer), control, hbm, client };
         let ipc = self.tenant.links.grant(grant).map_err(|e| e.to_string())?;
         grants.insert(peer, ipc);
         Ok(ipc)

@@ -639,7 +639,7 @@ fn unreachable_loopback(addr: &SocketAddr, e: &std::io::Error) -> Option<&'stati
 
 /// Listens on the address, with one of the ports where it says 0: the kernel's choice if all are granted, else the first free
 /// one from a place that differs from call to call, so that those who come together do not try the same ones.
-fn bind(mut addr: SocketAddr, ports: &[(u16, u16)]) -> std::io::Result<TcpListener> {
+pub(crate) fn bind(mut addr: SocketAddr, ports: &[(u16, u16)]) -> std::io::Result<TcpListener> {
     if addr.port() != 0 || ports.contains(&ALL_PORTS) {
         return TcpListener::bind(addr);
     }

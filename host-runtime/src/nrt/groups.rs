@@ -589,4 +589,19 @@ mod tests {
         assert_eq!(pool::key(&[1, 258]), [1, 0, 0, 0, 2, 1, 0, 0]);
         assert_ne!(pool::key(&[0, 1]), pool::key(&[1, 0]));
     }
+
+    /// All ranks of a group come to the same key, whatever other groups each was in before; a later group of the same ranks, and
+    /// one of another kind, has another.
+    #[test]
+    fn each_group_of_the_same_ranks_has_a_key_of_its_own() {
+        let (of, mut one, mut other) = (GroupKey::some(), State::default(), State::default());
+        let first = one.next_key(of, Kind::Split, &[0, 1]);
+        other.next_key(of, Kind::Split, &[1, 2]);
+        other.next_key(of, Kind::Replica, &[0, 1]);
+        assert_eq!(first, other.next_key(of, Kind::Split, &[0, 1]));
+        let second = one.next_key(of, Kind::Split, &[0, 1]);
+        assert_ne!(first, second);
+        assert_eq!(second, other.next_key(of, Kind::Split, &[0, 1]));
+        assert_ne!(one.next_key(of, Kind::Replica, &[0, 1]), first);
+    }
 }

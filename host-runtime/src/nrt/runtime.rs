@@ -23,7 +23,7 @@ use crate::limits::{ID_BYTES, Limits};
 use crate::metrics::{self, Eras};
 use crate::net;
 use crate::plugin::for_group;
-use crate::policy::{Policy as TenantPolicy, Share};
+use crate::policy::{Network, Policy as TenantPolicy, Share};
 use crate::serve::client::Service;
 use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
@@ -369,6 +369,15 @@ impl Runtime {
     /// Bound of each wait on a socket of the bootstrap.
     pub(super) fn socket_timeout(&self) -> Duration {
         socket_timeout(&self.0.config)
+    }
+
+    /// Where this process listens, and whom it dials, for what a plugin says: the tenant's policy, or the service's for it.
+    pub(super) fn network(&self) -> Network {
+        match (&self.0.service, &self.0.tenant.policy) {
+            (Some(service), _) => service.network().clone(),
+            (None, Some(policy)) => policy.network.clone(),
+            (None, None) => Network::any(),
+        }
     }
 
     /// Whether there are collectives, here or in the service.

@@ -32,7 +32,7 @@ use crate::limits::SERVICE_MESSAGE;
 use crate::message::{self, MessageError};
 use crate::nrt::control::{Answer, Ask, Control, Joined, Joining, Patience};
 use crate::nrt::{Rendezvous, Runtime};
-use crate::policy::{Rate, Share};
+use crate::policy::{Network, Rate, Share};
 use crate::status::Status;
 use crate::tenant::lock;
 
@@ -219,6 +219,11 @@ impl Service {
     pub(crate) fn share(&self) -> Share {
         let (weight, bandwidth, proxy_slots) = self.welcome.share;
         Share { weight, bandwidth: bandwidth.map(Rate), proxy_slots, ..Share::default() }
+    }
+
+    /// Where that tenant's processes may listen and whom they may reach for what a plugin says, by its policy.
+    pub(crate) fn network(&self) -> &Network {
+        &self.welcome.network
     }
 
     /// Why its library did not load.

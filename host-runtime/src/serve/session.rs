@@ -86,6 +86,7 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
                 session: *session,
                 sentinel: hosted.runtime.load_error().map(|e| e.sentinel),
                 longest_ms: longest.as_millis() as u64,
+                network: hosted.policy.network.clone(),
                 share: {
                     let share = &hosted.policy.share;
                     (share.weight, share.bandwidth.map(|r| r.0), share.proxy_slots)

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::key::GroupKey;
 use crate::nrt::control::{Answer, Ask, Patience, Place};
+use crate::policy::Network;
 
 /// Version of everything below [`Hello`].
 pub(crate) const PROTOCOL: u32 = 2;
@@ -56,6 +57,8 @@ pub(crate) struct Welcome {
     pub sentinel: Option<String>,
     /// Milliseconds after which the service has answered any request.
     pub longest_ms: u64,
+    /// Where the client may listen and whom it may dial for what a plugin says.
+    pub network: Network,
     /// What the tenant gets among others: weight, bytes a second, operations in progress.
     pub share: (u32, Option<u64>, u32),
     /// The tenant's line in the market whose descriptor comes with this, where the programs of all tenants take turns.

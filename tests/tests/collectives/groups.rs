@@ -455,13 +455,6 @@ fn a_death_in_the_middle_of_a_shrink_is_named() {
     std::fs::remove_file(&dead).unwrap();
 }
 
-/// Waits long enough for a test to fail that waits for it.
-fn patient() -> RuntimeConfig {
-    let mut c = config();
-    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "600000".into());
-    c
-}
-
 /// What a rank that joins by a used id is told, without waiting for a root that will not come.
 fn refused(runtime: &Runtime, id: [u8; 128], rank: usize) -> String {
     let (runtime, (tell, told)) = (runtime.clone(), std::sync::mpsc::channel());

@@ -2,6 +2,7 @@
 //! any plugin.
 
 use std::collections::BTreeSet;
+use std::net::{Ipv4Addr, SocketAddrV4};
 
 use host_runtime::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
 use host_runtime::error::Error;
@@ -189,4 +190,76 @@ fn an_id_has_128_bytes() {
         loaded(config(&folder.put("plugin.wasm", &p.build().unwrap()))).unique_id(1),
         Err(Error::Stopped { .. })
     ));
+}
+
+/// The secret part of an id, which makes a group's key, is the program's and the host's: a plugin may not choose it, does not
+/// see it, and nothing of it is in what the host has a plugin carry to other ranks.
+///
+/// Proves INV-21.
+#[test]
+fn a_plugin_sees_no_secret_of_a_group() {
+    let folder = Folder::new();
+    let root = zoo::address(&SocketAddrV4::new(Ipv4Addr::LOCALHOST, 4567));
+    // Four places of 1 KiB: the id it answers, the id it is given, what it is to gather, the record of a link.
+    let [answers, given, gathered, record] = [0, 1, 2, 3].map(|i| zoo::SCRATCH + 1024 * i);
+    let plugin = |behind: &str| {
+        let mut p = Plugin::lone_rank().unwrap();
+        p.gathers(&[SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9); 2]);
+        let body = |at: u32| {
+            format!(
+                "(memory.copy (i32.const {at}) (local.get 1) (local.get 2)) (i32.store (i32.const {}) (local.get 2))",
+                at + 512
+            )
+        };
+        let answer = zoo::ok_bytes(zoo::SCRATCH + 512, 56);
+        let drops = "(call $objects.communicator.drop (local.get 0))";
+        p.body("neuron-bootstrap-all-gather", format!("{} {drops} {answer}", body(gathered)));
+        let bytes: String = root.iter().map(|b| format!("\\{b:02x}")).collect();
+        p.extra(&format!("(data (i32.const {answers}) \"{bytes}{behind}\")"));
+        p.body("neuron-get-unique-id", zoo::ok_bytes(answers, 128));
+        let keep = format!(
+            "(memory.copy (i32.const {given}) (i32.load offset=4 (local.get 0)) (i32.load offset=8 (local.get 0)))"
+        );
+        p.body("neuron-init-comm", format!("{keep} {}", zoo::init_comm("nop")));
+        // From place 1 + the peer, as many bytes as are asked for.
+        p.body(
+            "neuron-bootstrap-recv",
+            format!(
+                "(call $links.offer (local.get 0) (i32.const 1) (i32.const {reply})) {drops}
+                 (memory.copy (i32.const {record}) (i32.load (i32.const {})) (i32.const 64))
+                 (i32.store8 (i32.const {a}) (i32.const 0))
+                 (i32.store (i32.const {}) (i32.add (i32.const {given}) (i32.mul (local.get 1) (i32.const 1024))))
+                 (i32.store (i32.const {}) (i32.wrap_i64 (local.get 2))) (i32.const {a})",
+                zoo::REPLY + 4,
+                zoo::ANSWER + 4,
+                zoo::ANSWER + 8,
+                reply = zoo::REPLY,
+                a = zoo::ANSWER,
+            ),
+        );
+        loaded(config(&folder.put("plugin.wasm", &p.build().unwrap())))
+    };
+    let e = plugin("\\01").unique_id(2).unwrap_err().to_string();
+    assert!(e.contains("an id whose byte 28 is not zero") && e.contains("INV-21"), "{e}");
+
+    let rt = plugin("");
+    let (id, another) = (rt.unique_id(2).unwrap(), rt.unique_id(2).unwrap());
+    assert_eq!((&id[..28], &id[60..]), (&root[..], &[0; 68][..]));
+    let secret = &id[28..60];
+    assert_ne!(secret, &another[28..60]);
+    assert!(secret.iter().any(|b| *b != 0));
+    let without = [&id[..28], &[0; 100]].concat().try_into().unwrap();
+    let e = rt.init_comm(CommOptions::with_id(without, 0, 2)).unwrap_err().to_string();
+    assert!(e.contains("the unique id has no secret part"), "{e}");
+    let options = CommOptions { graph: false, ..CommOptions::with_id(id, 0, 2) };
+    assert!(!format!("{options:?}").contains(&format!("{:?}", &secret[..4]).replace(['[', ']'], "")), "{options:?}");
+    let comm = rt.init_comm(options).unwrap();
+    assert_eq!(comm.bootstrap_recv(0, 128).unwrap(), without, "the id that it is given");
+    let gathered = comm.bootstrap_recv(1, 1024).unwrap();
+    assert_eq!(gathered[512..516], [28, 0, 0, 0], "the host has it gather an address and no more");
+    let record = comm.bootstrap_recv(2, 1024).unwrap();
+    assert_eq!(record[16..32], [0; 16], "a record is a number and a name");
+    for carried in [&gathered, &record] {
+        assert!(!carried.windows(8).any(|w| secret.windows(8).any(|s| s == w)));
+    }
 }

@@ -86,7 +86,7 @@ fn is_refused(rt: &Runtime, path: &Path, sentence: &str) {
     // The same process, the next runtime: the file that is good now loads and works.
     let next = open(path);
     assert_eq!(next.load_error(), None);
-    assert_eq!(next.unique_id(1).unwrap(), [0; 128]);
+    assert_eq!(next.unique_id(1).unwrap()[..28], [0; 28]);
 }
 
 fn reach(rt: &Runtime, entry: Entry) -> Result<Option<Communicator>, Error> {
@@ -113,7 +113,7 @@ fn stops(rt: &Runtime, entry: Entry, sentence: &str) {
         let again = rt.unique_id(1).unwrap_err().to_string();
         assert!(fits("…it stopped a moment ago (…(in neuronGetUniqueId)) and runs again in …", &again), "{again}");
     } else {
-        assert_eq!(rt.unique_id(1).unwrap(), [0; 128]);
+        assert_eq!(rt.unique_id(1).unwrap()[..28], [0; 28]);
         assert_eq!(rt.forward().version_info().unwrap().compatibility, 89);
     }
     let other = if entry == Entry::UniqueId { Entry::Comm } else { entry };

@@ -1,6 +1,7 @@
 //! The service: tenants' processes that move data through memory it grants, and everything that may go wrong between them.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -571,7 +572,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
     let framed = |body: &[u8]| [&(body.len() as u32).to_le_bytes(), body].concat();
     assert!(
         visit(&framed(b"\x63\x019"))
-            .contains("it speaks version 99 of the protocol (release 9), this service version 1")
+            .contains("it speaks version 99 of the protocol (release 9), this service version 2")
     );
     assert!(visit(&u32::MAX.to_le_bytes()).contains("says that it has 4294967295 bytes"));
     // It is told before it has sent them: no memory is kept for it meanwhile.
@@ -579,7 +580,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
     assert!(visit(&framed(&[0xFF; 40])).contains("no message that this version knows"));
     // After a hello in good order.
     let release = env!("CARGO_PKG_VERSION").as_bytes();
-    let hello = framed(&[&[1, release.len() as u8], release].concat());
+    let hello = framed(&[&[2, release.len() as u8], release].concat());
     for request in [framed(&[99]), framed(&[0xFF; 64]), ((128u32 << 10) + 1).to_le_bytes().to_vec()] {
         let said = visit(&[&hello[..], &request].concat());
         assert!(said.contains("red") && said.len() < 200, "welcomed, then closed: {said:?}");
@@ -716,4 +717,32 @@ fn a_swap_names_a_plugin_as_the_policy_does() {
     assert!(!report.committed && report.reason.contains("which is not listed"), "{report:?}");
     let report = coordinate(&order("./nccom.wasm")).unwrap();
     assert!(!report.committed && report.reason.contains("which is not a name in its directory"), "{report:?}");
+}
+
+/// Where the ranks of a client meet is what the tenant's plugin gathers; the client goes there only if the service's policy for
+/// the tenant lets a plugin.
+#[test]
+fn a_client_meets_its_peers_only_where_the_services_policy_lets_it() {
+    let listener = TcpListener::bind("127.0.0.2:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let there = match listener.local_addr().unwrap() {
+        SocketAddr::V4(a) => a,
+        SocketAddr::V6(a) => panic!("{a}"),
+    };
+    let mut p = zoo::Plugin::lone_rank().unwrap();
+    p.gathers(&[there; 2]);
+    let plugin = plugin_file("meets", &p.build().unwrap());
+    let place = Place::new("meets", &[("red", &[0, 1], "")]);
+    place.allow("red", &[&plugin]);
+    let _server = place.serve();
+    let client = Runtime::open(place.client("red")).unwrap();
+    let by_id = CommOptions::with_id(zoo::unique_id(1), 0, 2);
+    let timeout = Some(Duration::from_millis(300));
+    let joined = client.init_comm(CommOptions { graph: false, timeout, ..by_id });
+    let e = joined.and_then(|comm| comm.shrink(&[])).map(drop).unwrap_err().to_string();
+    let asked = format!(
+        "tenant red asked to meet rank 0 at {there}, which its plugin gathered; network.reach grants 127.0.0.1:*"
+    );
+    assert_eq!(e, asked);
+    assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock, "the client came to it");
 }

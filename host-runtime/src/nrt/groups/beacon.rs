@@ -20,11 +20,14 @@
 //! another attempt is kept. A rank sends all its messages of one before it begins the next, so one that is heard of only with
 //! another list has another list.
 //!
-//! The secret is a random one of rank 0, gathered in the init and never sent again: strays and other groups have no tag that
+//! The secret is derived from the group's key, on each host, and never sent: strays, other groups and plugins have no tag that
 //! fits. A program that was given the port of a rank that died learns one message to that rank, which no other rank takes, and
 //! can answer nothing. What it may do is look like a rank that lives and does not come; the deadline names that rank.
-//! The library, through which the init gathers, knows it too: a plugin is inside this boundary, and can do no more to a shrink
-//! than to the init. What a message says is an allegation of a peer all the same; lengths are bounded, every wait has a deadline.
+//! What a message says is an allegation of a peer all the same; lengths are bounded, every wait has a deadline.
+//!
+//! The addresses come through the library, and are its allegation: this process listens and dials only where the tenant's policy
+//! lets a plugin (`network.listen`, `network.reach`), and never where the host itself listens. A client of a service has both
+//! lists from it.
 //!
 //! A child that was forked from a rank and runs no other program holds the sockets of its parent, and a watch on that rank stays
 //! open after its death. Whoever is linked to a rank sees its process end all the same.
@@ -47,12 +50,14 @@ use sha2::Sha256;
 use super::signature::SIGNATURE_BYTES;
 use super::verdict::{DOWN_BYTES, Messages, patience};
 use crate::error::Error;
-use crate::hw::sockets::{decode, encode};
+use crate::hw::own;
+use crate::hw::sockets::{bind, decode, encode};
+use crate::key::KEY_BYTES;
 use crate::limits::ADDRESS_BYTES;
 use crate::nrt::communicator::{Communicator, Rendezvous, bad};
+use crate::policy::{Reach, listed};
 
-pub(super) const SECRET_BYTES: usize = 32;
-const BLOCK_BYTES: usize = ADDRESS_BYTES + SECRET_BYTES;
+pub(super) const SECRET_BYTES: usize = KEY_BYTES;
 const ATTEMPT_BYTES: usize = SIGNATURE_BYTES + 4;
 /// Where the tag begins.
 pub(super) const TAG_AT: usize = 9 + ATTEMPT_BYTES;
@@ -174,32 +179,36 @@ impl Beacon {
     ///
     /// # Errors
     /// [`Error::System`] if no socket can be had, those of the bootstrap's all-gather, [`Error::Usage`] if the library
-    /// answers addresses that cannot be.
+    /// answers addresses that cannot be, [`Error::Limit`] if the policy grants one of them not.
     pub(in crate::nrt) fn open(comm: &Communicator, at: &Rendezvous) -> Result<Beacon, Error> {
+        let (tenant, network, rank) = (comm.runtime().tenant(), comm.runtime().network(), comm.rank());
+        let refused =
+            |limit, asked: String, grants: &[Reach]| Error::Limit(tenant.refuse(limit, &asked, listed(grants)));
         let here = own_address(at)?;
-        let listener = TcpListener::bind(here).map_err(system("opening the rank's meeting place"))?;
+        let ports = network.listening(here.ip(), 0);
+        if ports.is_empty() {
+            let asked = format!("asked for a meeting place of rank {rank} on {}", here.ip());
+            return Err(refused("network.listen", asked, &network.listen));
+        }
+        let listener = bind(here, &ports).map_err(system("opening the rank's meeting place"))?;
         listener.set_nonblocking(true).map_err(system("opening the rank's meeting place"))?;
         let mine = listener.local_addr().map_err(system("opening the rank's meeting place"))?;
-        let mut block = encode(&mine);
-        let mut secret = [0u8; SECRET_BYTES];
-        // Rank 0's is the group's.
-        if comm.rank() == 0 {
-            rustix::rand::getrandom(&mut secret, rustix::rand::GetRandomFlags::empty())
-                .map_err(|e| system("reading random bytes")(e.into()))?;
-        }
-        block.extend_from_slice(&secret);
-        let all = comm.bootstrap_all_gather(&block)?;
-        let addresses = all
-            .chunks(BLOCK_BYTES)
-            .enumerate()
-            .map(|(r, b)| {
-                decode(&b[..ADDRESS_BYTES]).map_err(|e| bad(format!("the meeting place of rank {r} cannot be: {e}")))
-            })
-            .collect::<Result<Vec<_>, Error>>()?;
-        secret.copy_from_slice(&all[ADDRESS_BYTES..BLOCK_BYTES]);
+        let all = comm.bootstrap_all_gather(&encode(&mine))?;
+        let checked = |(r, b)| {
+            let at = decode(b).map_err(|e| bad(format!("the meeting place of rank {r} cannot be: {e}")))?;
+            let asked = || format!("asked to meet rank {r} at {at}, which its plugin gathered");
+            if !network.may_reach(at.ip(), at.port()) {
+                return Err(refused("network.reach", asked(), &network.reach));
+            }
+            if own::is_own(at) {
+                return Err(refused("network.reach", asked() + ", where the host itself listens", &network.reach));
+            }
+            Ok(at)
+        };
+        let addresses = all.chunks(ADDRESS_BYTES).enumerate().map(checked).collect::<Result<Vec<_>, Error>>()?;
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
-        let secret = Secret(secret);
-        Ok(Beacon { rank: comm.rank(), listener, addresses, secret, strangers, arrived, watches, begun })
+        let secret = Secret(comm.core().key.meetings());
+        Ok(Beacon { rank, listener, addresses, secret, strangers, arrived, watches, begun })
     }
 
     /// One of a group whose ranks all have this address, a port of the loopback interface, without a communicator.
