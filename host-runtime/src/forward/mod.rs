@@ -303,3 +303,31 @@ impl Forward {
         Ok(Version::from(&call?.0))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One attempt, whatever there is to find later, and however many ask for it at once.
+    ///
+    /// Proves INV-05.
+    #[test]
+    fn a_load_is_attempted_once() {
+        let tenant = crate::tenant::limited(crate::limits::Limits::default());
+        let path = std::env::temp_dir().join(format!("wccl-once-{}.wasm", std::process::id()));
+        let forward = Forward::default();
+        let first = forward.load_once(&tenant, &path, &[]).unwrap_err().sentinel;
+        // An attempt would find something else from here on, and say so.
+        std::fs::write(&path, "no component").unwrap();
+        let other = load(&tenant, &path, &[]).map(|_| ()).unwrap_err().sentinel;
+        assert_ne!(first, other);
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| assert_eq!(forward.load_once(&tenant, &path, &[]).unwrap_err().sentinel, first));
+            }
+        });
+        forward.none_configured();
+        assert_eq!(forward.sentinel(), Some(first));
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -141,7 +141,19 @@ pub(super) fn imports(
     without: &[String],
     wasi: &BTreeSet<String>,
 ) -> Result<(), Denied> {
-    let interfaces = if kind == Kind::Net { NET } else { TRANSPORT };
+    imports_of(engine, component, kind, if kind == Kind::Net { NET } else { TRANSPORT }, without, wasi)
+}
+
+/// The same with what is served as a list, which may have several versions of one interface: a host that adds one serves the
+/// others as before (INV-09).
+fn imports_of(
+    engine: &Engine,
+    component: &Component,
+    kind: Kind,
+    interfaces: &[ServedInterface],
+    without: &[String],
+    wasi: &BTreeSet<String>,
+) -> Result<(), Denied> {
     for (import, item) in component.component_type().imports(engine) {
         let (name, version, text) = split_version(import);
         // The types that the exported tables of a net plug-in share; the package has no version, and nothing is called.
@@ -155,11 +167,12 @@ pub(super) fn imports(
             }
             return Err(Denied { why: ungranted(import, name), limit: Some("wasi.grant") });
         }
-        let Some(found) = interfaces.iter().find(|s| s.name == name) else {
+        let versions: Vec<Numbers> = interfaces.iter().filter(|s| s.name == name).map(|s| s.version).collect();
+        let Some(&(a, b, _)) = versions.first() else {
             return Err(unknown(import, name, interfaces).into());
         };
-        let (a, b, c) = found.version;
-        let offers = format!("{name}@{a}.{b}.{c}");
+        let offers: Vec<String> = versions.iter().map(|(a, b, c)| format!("{name}@{a}.{b}.{c}")).collect();
+        let offers = offers.join(", ");
         match (version, text) {
             (None, None) => {
                 return Err(format!(
@@ -168,7 +181,7 @@ pub(super) fn imports(
                 )
                 .into());
             }
-            (Some((major, minor, _)), _) if major == a && minor <= b => {}
+            (Some((major, minor, _)), _) if versions.iter().any(|(a, b, _)| major == *a && minor <= *b) => {}
             _ => {
                 return Err(format!(
                     "it imports `{import}`; this host serves {offers} (same major, minor at most {b}): use a host that \
@@ -238,5 +251,33 @@ mod tests {
         assert_eq!(split_version("a:b/c@1.2.3"), ("a:b/c", Some((1, 2, 3)), Some("1.2.3")));
         assert_eq!(split_version("a:b/c@1.2.3-rc.1").1, None);
         assert_eq!(split_version("a:b/c@1.2.3.4").1, None);
+    }
+
+    /// A host that adds a namespace beside the old one, before or behind it, serves plugins of the old as before; nothing is
+    /// asked of the new one, and who wants it is served by that host alone.
+    ///
+    /// Proves INV-09.
+    #[test]
+    fn a_host_that_adds_another_namespace_stays_compatible() {
+        let engine = crate::plugin::engine::engine().unwrap();
+        let wants = |version: &str| {
+            let text = format!(
+                "(component (import \"neuron:nrt/nec@{version}\" (instance (export \"nec-get-device-count\" (func)))))"
+            );
+            Component::new(engine, wat::parse_str(text).unwrap()).unwrap()
+        };
+        let (old, new) = (wants("2.0.0"), wants("3.0.0"));
+        let added = [served("neuron:nrt/nec", (3, 0, 0), false)];
+        let (before, behind) = ([&added, TRANSPORT].concat(), [TRANSPORT, &added].concat());
+        let loads = |component: &Component, interfaces: &[ServedInterface]| {
+            imports_of(engine, component, Kind::Transport, interfaces, &[], &BTreeSet::new()).map_err(|d| d.why)
+        };
+        for host in [TRANSPORT, &before, &behind] {
+            assert_eq!(loads(&old, host), Ok(()));
+        }
+        assert!(loads(&new, TRANSPORT).unwrap_err().contains("this host serves neuron:nrt/nec@2.0.0"));
+        for host in [&before, &behind] {
+            assert_eq!(loads(&new, host), Ok(()));
+        }
     }
 }

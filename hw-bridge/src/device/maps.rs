@@ -496,6 +496,40 @@ mod tests {
         assert!(maps.rid_to_mla_idx(&fabric, -1).is_err());
     }
 
+    /// The 32 accelerators of a switch-v1 fabric are two servers' to the maps: a routing id keeps four bits, so a server's maps
+    /// hold either half, refuse both together, and never take one for the other. Elsewhere there is one half.
+    ///
+    /// Proves INV-15.
+    #[test]
+    fn thirty_two_routing_ids_are_two_servers_of_sixteen() {
+        let rids: Vec<i32> = (0..32).collect();
+        let half = |fabric: &Fabric, from: i32| {
+            let indexes: Vec<i32> = (from..from + 16).collect();
+            let mut maps = DeviceIdMaps::default();
+            maps.build(fabric, &indexes, &indexes).map(|()| maps)
+        };
+        for server in [0, 1] {
+            let fabric = fabric(Family::Trn3Pds98, server, &rids);
+            let (first, second) = (half(&fabric, 0).unwrap(), half(&fabric, 16).unwrap());
+            let own = server as i32 * 16;
+            for i in 0..16 {
+                assert_eq!((first.mla_idx_to_rid(i), second.mla_idx_to_rid(16 + i)), (Ok(i), Ok(i)));
+                assert_eq!(first.rid_to_mla_idx(&fabric, own + i), Ok(i));
+                assert_eq!(second.rid_to_mla_idx(&fabric, own + i), Ok(16 + i));
+                let rid = 16 - own + i;
+                let other = MapError::OtherServer { rid, server: 1 - server as i32, own: server };
+                assert_eq!(first.rid_to_mla_idx(&fabric, rid), Err(other));
+            }
+            // Masked to four bits, 16 is 0 again.
+            let both = DeviceIdMaps::default().build(&fabric, &rids, &rids);
+            assert_eq!(both, Err(MapError::Duplicate { mla_idx: 16, rid: 0 }));
+        }
+        let one = fabric(Family::Trn3, 0, &rids);
+        assert!(half(&one, 0).is_ok());
+        let error = MapError::MismatchingRoutingId { rid: 16, host_device_id: 16, max_devices: 16 };
+        assert_eq!(half(&one, 16).unwrap_err(), error);
+    }
+
     /// Proves INV-15.
     #[test]
     fn the_accepted_routing_ids_follow_the_family_at_run_time() {

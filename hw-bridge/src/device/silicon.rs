@@ -649,6 +649,9 @@ mod tests {
         assert!(Family::Inf1.pci_device_ids().is_empty());
     }
 
+    /// Between every two numberings, in both directions. The layers behind three of them (firmware and microcode carriers, what
+    /// runs on the device) are out of scope (spec §5), so that no boundary but this table is there to be proven.
+    ///
     /// Proves INV-16.
     #[test]
     fn core_type_numbers_are_translated_between_all_four_layers() {

@@ -223,6 +223,12 @@ mod tests {
         lines: Vec<String>,
     }
 
+    /// What a rank offers for an edge: every byte of the field is its own.
+    fn ipc_of(rank: usize, peer: usize, channel: u32, is_send: bool) -> [u8; IPC_BYTES] {
+        let of = [rank as u8, peer as u8, channel as u8, u8::from(is_send)];
+        std::array::from_fn(|i| of[i % 4].wrapping_mul(31).wrapping_add(i as u8 + 1))
+    }
+
     impl Links for Table {
         type Connector = [u8; IPC_BYTES];
         fn can_connect(&mut self, t: Transport, _: Edge) -> Result<Result<(), String>, Failure> {
@@ -232,9 +238,7 @@ mod tests {
         }
         fn setup(&mut self, e: Edge) -> Result<[u8; IPC_BYTES], Failure> {
             self.touched.insert(e.peer);
-            let mut ipc = [0; IPC_BYTES];
-            ipc[..4].copy_from_slice(&[self.rank as u8, e.peer as u8, e.channel as u8, u8::from(e.is_send)]);
-            Ok(ipc)
+            Ok(ipc_of(self.rank, e.peer, e.channel, e.is_send))
         }
         fn send(&mut self, peer: usize, blobs: &[u8]) -> Result<(), Failure> {
             self.sent.push(blobs.len());
@@ -310,8 +314,7 @@ mod tests {
                         assert_eq!(made.len(), 4);
                         for (e, ipc) in &made {
                             // The blob is the peer's for the matching edge: other direction, same channel.
-                            let from = [e.peer as u8, r as u8, e.channel as u8, u8::from(!e.is_send)];
-                            assert_eq!(ipc[..4], from);
+                            assert_eq!(*ipc, ipc_of(e.peer, r, e.channel, !e.is_send));
                         }
                         let neighbours: BTreeSet<usize> = [prev as usize, next as usize].into();
                         assert_eq!(t.touched, neighbours);

@@ -16,6 +16,7 @@ use crate::connect::Edge;
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostSockets, info, interface, socket_timeout};
 use crate::plan::{self, Init, Plan};
+use crate::sources;
 use crate::{Release, state};
 
 /// The exports of a release.
@@ -248,7 +249,10 @@ impl<R: Release> Guest for Library<R> {
         _hint: String,
     ) -> Status<Communicator> {
         let root = Ok(root_comm_id.as_deref());
-        init("neuronInitGlobalComm", &Init { rank: g_dev_id, nranks: g_dev_count, dev: &dev, root })
+        init(
+            "neuronInitGlobalComm",
+            &Init { rank: g_dev_id, nranks: g_dev_count, dev: &dev, sources: sources::tag::<R>(), root },
+        )
     }
 
     fn neuron_init_comm(
@@ -258,7 +262,7 @@ impl<R: Release> Guest for Library<R> {
         dev: NeuronDeviceInfo,
         _bypass_graph: bool,
     ) -> Status<Communicator> {
-        init("neuronInitComm", &Init { rank, nranks: rank_n, dev: &dev, root: Err(&id) })
+        init("neuronInitComm", &Init { rank, nranks: rank_n, dev: &dev, sources: sources::tag::<R>(), root: Err(&id) })
     }
 
     fn neuron_build_graph_comm(comm: &Communicator) -> Status<()> {
@@ -585,6 +589,7 @@ mod tests {
     impl Release for Probe {
         const NAME: &'static str = "probe";
         const VERSION: &'static str = "2.31.24.0";
+        const SOURCE: &'static str = "";
         const STATE_SCHEMA: u32 = 1;
 
         fn arrange(_: &[Ring], _: bool) -> Vec<Ring> {

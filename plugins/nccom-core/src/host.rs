@@ -74,16 +74,20 @@ pub(crate) fn warn(line: &str) {
 
 /// `NEURON_CCOM_SOCK_TIMEOUT`, milliseconds.
 pub(crate) fn socket_timeout() -> Result<u32, Failure> {
-    const NAME: &str = "NEURON_CCOM_SOCK_TIMEOUT";
-    let ms = match var(NAME) {
-        None => 120_000,
-        Some(v) => match v.trim().parse::<u32>() {
-            Ok(ms) if ms > 0 => ms,
-            _ => return Err(invalid(format!("{NAME}={v}: a number of milliseconds above 0 was expected"))),
-        },
-    };
+    let ms = timeout_of(var(TIMEOUT).as_deref())?;
     info(&format!("Use socket timeout: {ms}"));
     Ok(ms)
+}
+
+const TIMEOUT: &str = "NEURON_CCOM_SOCK_TIMEOUT";
+
+/// The time-out for a value of its variable, milliseconds.
+fn timeout_of(value: Option<&str>) -> Result<u32, Failure> {
+    match value.map(|v| (v, v.trim().parse::<u32>())) {
+        None => Ok(120_000),
+        Some((_, Ok(ms))) if ms > 0 => Ok(ms),
+        Some((v, _)) => Err(invalid(format!("{TIMEOUT}={v}: a number of milliseconds above 0 was expected"))),
+    }
 }
 
 /// Sockets of the host.
@@ -396,5 +400,24 @@ impl Links for HostLinks<'_> {
 
     fn place_of(&self, rank: usize) -> String {
         self.records.get(rank).map_or_else(|| format!("rank {rank}"), PeerRecord::place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without a word of the user socket operations end after two minutes; no value makes them wait for ever.
+    ///
+    /// Proves INV-26.
+    #[test]
+    fn the_time_out_is_120_seconds_and_never_none() {
+        assert_eq!(timeout_of(None).unwrap(), 120_000);
+        assert_eq!([" 1 ", "4294967295"].map(|v| timeout_of(Some(v)).unwrap()), [1, u32::MAX]);
+        for v in ["0", "-1", "", "4294967296", "2s"] {
+            let e = timeout_of(Some(v)).unwrap_err();
+            assert_eq!(e.code, Code::Invalid);
+            assert!(e.text.contains(&format!("NEURON_CCOM_SOCK_TIMEOUT={v}: ")), "{e}");
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! nccom: the libnccom of this project. A release of it is a WebAssembly component: a crate of a few lines that says what is
 //! its own ([`Release`]) and exports the rest from here.
 //!
-//! Rooms in the order data flows; all but the last three are pure and tested natively, without a sandbox:
+//! Rooms in the order data flows; all but the last four are pure and tested natively, without a sandbox:
 //!
 //! | room | owns |
 //! |---|---|
@@ -12,6 +12,7 @@
 //! | [`rings`] | preset, postset, ring checks, what channels are made of the rings, comm info |
 //! | [`connect`] | transport selection, connect records, the order of connects |
 //! | [`state`] | a plan as bytes, for another instance |
+//! | `sources` | which sources it was built from, for the tag that ranks compare |
 //! | `host` | the imports behind the rooms' traits |
 //! | `plan` | what this library keeps of each communicator |
 //! | `exports` | the 37 entries, the task entry, the life cycle |
@@ -31,6 +32,9 @@ pub trait Release {
     const NAME: &'static str;
     /// Four numbers with points between them.
     const VERSION: &'static str;
+    /// Its own source text. With the sources of this crate it makes the tag by which the ranks of a group know that they run one
+    /// build: `include_str!("lib.rs")`.
+    const SOURCE: &'static str;
     /// The schema of [`state`] that it writes.
     const STATE_SCHEMA: u32;
 
@@ -54,5 +58,6 @@ pub mod bindings {
 mod exports;
 mod host;
 mod plan;
+mod sources;
 
 pub use exports::Library;

@@ -100,6 +100,8 @@ pub(crate) struct Init<'a> {
     pub rank: i32,
     pub nranks: i32,
     pub dev: &'a NeuronDeviceInfo,
+    /// The tag of the library's sources.
+    pub sources: [u8; 8],
     /// Global: the root's address as text. Else the shared id.
     pub root: Result<Option<&'a str>, &'a [u8]>,
 }
@@ -123,7 +125,7 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
     let (id, root) = match i.root {
         Err(id) => (id.to_vec(), Address::of_id(id)?),
         Ok(root) => {
-            let root = global_root(root, rank, nranks, ms)?;
+            let root = global_root(root, i, rank, nranks, ms)?;
             (root.to_id().to_vec(), root)
         }
     };
@@ -135,7 +137,7 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
             );
         }
         let at = if hierarchical { local_root(&id, &root, &here, rank, nranks, vnc, ms)? } else { root };
-        let hash = if global { Some(hash_tag()?) } else { None };
+        let hash = if global { Some(hash_tag(i.sources)?) } else { None };
         Ok(Join { root: at, interface: here, rank, nranks, hash, timeout_ms: ms })
     })();
     // The others wait at the root for this rank: they learn at once that it will not come.
@@ -171,7 +173,7 @@ fn make(
 }
 
 /// The address of a global group's root; rank 0 starts it (INV-22).
-fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Result<Address, Failure> {
+fn global_root(text: Option<&str>, i: &Init<'_>, rank: usize, nranks: usize, ms: u32) -> Result<Address, Failure> {
     let text = match text.filter(|t| !t.is_empty()) {
         Some(t) => t,
         None if nranks == 1 => return start_root(&interface(None)?, 1, ms, ms),
@@ -209,7 +211,7 @@ fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Resul
         )));
     }
     if rank == 0 {
-        start_known_root(&root, nranks, ms)?;
+        start_known_root(&root, i.sources, nranks, ms)?;
     }
     Ok(root)
 }
@@ -217,7 +219,7 @@ fn global_root(text: Option<&str>, rank: usize, nranks: usize, ms: u32) -> Resul
 /// The root at a place that all ranks know. If the place stays taken, its owner is asked whether it is the root of this
 /// group: then two processes say that they are rank 0, and both learn it. The root of a group that is over says so, and is
 /// waited for.
-fn start_known_root(root: &Address, nranks: usize, ms: u32) -> Result<Address, Failure> {
+fn start_known_root(root: &Address, sources: [u8; 8], nranks: usize, ms: u32) -> Result<Address, Failure> {
     const ASK_AFTER_MS: u32 = 2_000;
     let until = clock::monotonic_ns() / 1_000_000 + u64::from(ms);
     loop {
@@ -232,7 +234,7 @@ fn start_known_root(root: &Address, nranks: usize, ms: u32) -> Result<Address, F
         }
         let listener = sockets::listen(&interface(Some(root))?.with_port(0).0, ms)?;
         let listen = Address::from_slice(&sockets::local_address(&listener))?;
-        let info = Info { rank: 0, nranks: nranks as i32, listen, hash: Some(hash_tag()?) };
+        let info = Info { rank: 0, nranks: nranks as i32, listen, hash: Some(hash_tag(sources)?) };
         claim(&HostSockets, root, &info, ASK_AFTER_MS)?;
     }
 }
@@ -265,10 +267,12 @@ fn local_root(
     Address::from_slice(&rendezvous::lookup(id, &name, ms)?)
 }
 
-/// 8 bytes of the library's git hash (cleared by its probe, C-12), 8 of the runtime's (bootstrap 6).
-fn hash_tag() -> Result<[u8; 16], Failure> {
+/// 8 bytes of the library's sources, 8 of the runtime's git hash (bootstrap 6). The library's are not in the answer of its probe,
+/// which clears them (C-12).
+fn hash_tag(sources: [u8; 8]) -> Result<[u8; 16], Failure> {
     let version = nrt::nrt_get_version()?;
     let mut tag = [0; 16];
+    tag[..8].copy_from_slice(&sources);
     for (to, b) in tag[8..].iter_mut().zip(version.git_hash.bytes()) {
         *to = b;
     }

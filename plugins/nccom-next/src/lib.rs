@@ -10,6 +10,7 @@ pub struct NccomNext;
 impl Release for NccomNext {
     const NAME: &'static str = "nccom-next";
     const VERSION: &'static str = "2.32.0.0";
+    const SOURCE: &'static str = include_str!("lib.rs");
     const STATE_SCHEMA: u32 = 2;
 
     fn arrange(searched: &[Ring], any_pair: bool) -> Vec<Ring> {

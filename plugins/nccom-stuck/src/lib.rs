@@ -11,6 +11,7 @@ pub struct NccomStuck;
 impl Release for NccomStuck {
     const NAME: &'static str = "nccom-stuck";
     const VERSION: &'static str = "2.32.1.0";
+    const SOURCE: &'static str = include_str!("lib.rs");
     const STATE_SCHEMA: u32 = 1;
 
     fn arrange(_searched: &[Ring], _any_pair: bool) -> Vec<Ring> {

@@ -10,6 +10,7 @@ pub struct Nccom;
 impl Release for Nccom {
     const NAME: &'static str = "nccom";
     const VERSION: &'static str = "2.31.24.0";
+    const SOURCE: &'static str = include_str!("lib.rs");
     const STATE_SCHEMA: u32 = 1;
 
     fn arrange(searched: &[Ring], _any_pair: bool) -> Vec<Ring> {

@@ -13,14 +13,28 @@ use crate::common::{HANG, config, free_port};
 #[test]
 fn an_init_blocked_in_accept_is_aborted_from_another_thread() {
     let _alone = crate::alone();
+    // A port is held by a descriptor.
+    let roots = [free_port(), free_port()].map(|port| format!("127.0.0.1:{port}"));
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // What a process keeps once it has had a runtime (the engine, the cache) is there after the first turn. What the second
+    // leaves is left by a failed init, and nothing is.
+    aborted_init(&roots[0]);
+    let before = descriptors();
+    aborted_init(&roots[1]);
+    assert_eq!(descriptors(), before, "descriptors left");
+    // To abort nothing is no operation.
+    let token = AbortToken::new().unwrap();
+    token.abort("nothing is under way");
+    drop(token);
+    assert_eq!(descriptors(), before);
+}
+
+fn aborted_init(root: &str) {
     // Later than the bound below: an abort must not wait for a deadline.
     let mut c = config();
     c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "600000".into());
     let runtime = Runtime::open(c).unwrap();
-    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let token = AbortToken::new().unwrap();
-    let root = format!("127.0.0.1:{}", free_port());
-    let before = descriptors();
     let options = CommOptions { abort: Some(token.clone()), ..CommOptions::with_root(root, 0, 2) };
     let waiting = {
         let runtime = runtime.clone();
@@ -40,5 +54,4 @@ fn an_init_blocked_in_accept_is_aborted_from_another_thread() {
     assert!(e.contains("the user changed their mind"), "{e}");
     // The root's task still holds its sockets; with the runtime everything is gone.
     drop(runtime);
-    assert!(descriptors() <= before, "descriptors left: {} before, {} after", before, descriptors());
 }

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{Communicator, Io, RuntimeConfig};
+use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::swap::{Order, Report, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
 
-use crate::common::{HANG, bytes_of, config, plugin_file, release, values_of, world};
+use crate::common::{HANG, bytes_of, config, free_port, plugin_file, release, values_of, world};
 
 /// A tenant of the test's own, whose ranks are threads.
 fn tenant(name: &str) -> RuntimeConfig {
@@ -154,4 +154,43 @@ fn swaps_under_load_lose_nothing() {
     assert!(out.status.success(), "{said}");
     let last = said.lines().rfind(|l| l.starts_with("swaps: ")).unwrap();
     assert!(last.starts_with("swaps: 20 swaps, ") && last.ends_with(" operations, 0 lost, 0 wrong"), "{said}");
+}
+
+/// Two ranks with libraries of other sources are refused by the root of a global group, and both are told; a library that was
+/// built twice from the same sources is one.
+///
+/// Proves INV-32.
+#[test]
+fn ranks_with_libraries_of_other_sources_do_not_meet() {
+    let built_again = plugin_file("built-again", &std::fs::read(release("nccom")).unwrap());
+    for (second, meet) in [(built_again.path().to_path_buf(), true), (release("nccom-next"), false)] {
+        let root = format!("127.0.0.1:{}", free_port());
+        let ranks = [release("nccom"), second].into_iter().enumerate().map(|(rank, plugin)| {
+            let (root, config) = (root.clone(), RuntimeConfig { plugin: Some(plugin), ..config() });
+            std::thread::spawn(move || {
+                let runtime = Runtime::open(config).unwrap();
+                runtime.init_comm(CommOptions::with_root(root, rank, 2)).map(|mut comm| sum_of_ones(&mut comm))
+            })
+        });
+        for rank in ranks.collect::<Vec<_>>() {
+            match rank.join().unwrap() {
+                Ok(()) => assert!(meet, "they met"),
+                Err(e) => assert!(!meet && e.to_string().contains("git hash mismatch"), "{e}"),
+            }
+        }
+    }
+}
+
+/// The rings of the library are the searched ones and a copy of each, in their order, at most 32.
+///
+/// Proves INV-51.
+#[test]
+fn the_library_doubles_its_rings_by_copying() {
+    for n in [2usize, 3, 4] {
+        world(n, &config(), |comm| {
+            let rings = comm.rings().to_vec();
+            let (searched, copies) = rings.split_at(rings.len() / 2);
+            assert!(!searched.is_empty() && rings.len() <= 32 && searched == copies, "{rings:?}");
+        });
+    }
 }

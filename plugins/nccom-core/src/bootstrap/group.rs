@@ -667,6 +667,32 @@ mod tests {
         assert!(root.join().unwrap().unwrap_err().text.contains(why));
     }
 
+    /// Ranks whose libraries were built from other sources do not make a group, also where only one of them has a tag; those of
+    /// one source do.
+    ///
+    /// Proves INV-32.
+    #[test]
+    fn ranks_of_other_sources_are_refused_and_those_of_the_same_are_not() {
+        let (one, other) = (Some([7; 16]), Some([7, 7, 7, 7, 7, 7, 7, 8, 7, 7, 7, 7, 7, 7, 7, 7]));
+        for (tags, same) in [([one, one], true), ([one, other], false), ([one, None], false), ([None, one], false)] {
+            let (at, root) = started_root(2, 20_000);
+            let ranks: Vec<_> = (0..2)
+                .map(|rank| {
+                    let hash = tags[rank];
+                    let j = Join { root: at, interface: loopback(), rank, nranks: 2, hash, timeout_ms: 20_000 };
+                    std::thread::spawn(move || Group::join(&StdSockets, &j).map(drop))
+                })
+                .collect();
+            for r in ranks {
+                match r.join().unwrap() {
+                    Ok(()) => assert!(same, "{tags:?}"),
+                    Err(e) => assert!(!same && e.text.contains("(git hash mismatch)"), "{tags:?}: {e}"),
+                }
+            }
+            assert_eq!(root.join().unwrap().is_ok(), same, "{tags:?}");
+        }
+    }
+
     /// Mute and foreign connections on the root's port and on a rank's cost the group nothing, however many there are.
     #[test]
     fn strangers_do_not_hold_a_group_up() {
