@@ -158,7 +158,7 @@ pub fn group() -> Group {
             let mut c = cage.config(&p)?;
             c.limits.restart_pause = std::time::Duration::ZERO;
             let rt = crate::zoo::opened(c)?;
-            let comm = rt.init_comm(CommOptions::with_id([0; 128], 0, 1))?;
+            let comm = rt.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
             for _ in 0..6 {
                 said(rt.unique_id(1))?;
             }

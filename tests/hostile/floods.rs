@@ -176,7 +176,7 @@ pub fn group() -> Group {
                 let mut c = cage.config(&p)?;
                 c.limits.memory_in_all = 10 << 20;
                 let runtime = crate::zoo::opened(c)?;
-                let join = || runtime.init_comm(CommOptions::with_id([0; 128], 0, 1));
+                let join = || runtime.init_comm(CommOptions::with_id([1; 128], 0, 1));
                 let held = (join()?, join()?);
                 let refused = said(join())?;
                 // What another one leaves is there again.
