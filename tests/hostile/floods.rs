@@ -176,12 +176,12 @@ pub fn group() -> Group {
                 let mut c = cage.config(&p)?;
                 c.limits.memory_in_all = 10 << 20;
                 let runtime = crate::zoo::opened(c)?;
-                let join = || runtime.init_comm(CommOptions::with_id([1; 128], 0, 1));
-                let held = (join()?, join()?);
-                let refused = said(join())?;
+                let join = |id| runtime.init_comm(CommOptions::with_id([id; 128], 0, 1));
+                let held = (join(1)?, join(2)?);
+                let refused = said(join(3))?;
                 // What another one leaves is there again.
                 drop(held.0);
-                join()?;
+                join(4)?;
                 Ok(refused)
             },
         ),

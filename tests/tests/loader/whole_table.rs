@@ -2,13 +2,14 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use host_runtime::error::Error;
 use host_runtime::forward::ORIGINALS;
 use host_runtime::nrt::{CommOptions, Communicator, Runtime};
 use host_runtime::status::Status;
-use tests::zoo::Plugin;
+use tests::zoo::{self, Plugin};
 
 use crate::support::{Folder, assert_fits, config, fits, loaded, open};
 use crate::table::{Case, Entry, File, Group, Outcome, Row, groups};
@@ -90,10 +91,13 @@ fn is_refused(rt: &Runtime, path: &Path, sentence: &str) {
 }
 
 fn reach(rt: &Runtime, entry: Entry) -> Result<Option<Communicator>, Error> {
+    // An id serves once.
+    static IDS: AtomicU8 = AtomicU8::new(0);
+    let id = || zoo::unique_id(IDS.fetch_add(1, Ordering::Relaxed) % 250 + 1);
     match entry {
         Entry::UniqueId => rt.unique_id(1).map(|_| None),
         Entry::GlobalComm => rt.init_comm(CommOptions::with_root("127.0.0.1:1", 0, 1)).map(Some),
-        Entry::Comm | Entry::Graph => rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).map(Some),
+        Entry::Comm | Entry::Graph => rt.init_comm(CommOptions::with_id(id(), 0, 1)).map(Some),
     }
 }
 
