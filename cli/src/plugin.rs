@@ -448,6 +448,13 @@ mod tests {
         assert!(format(b"\0asm\x0d\0\x01\0").1);
     }
 
+    /// Its start function and its probe run for that; what they cannot reach then is tried in the hostile zoo.
+    #[test]
+    fn a_file_that_is_asked_about_is_only_looked_at() {
+        let runtime = open(Path::new("/none.wasm")).unwrap();
+        assert!(runtime.config().examine && runtime.load_error().is_some());
+    }
+
     #[test]
     fn entries_are_counted_in_slot_order() {
         let mut all: Vec<String> = NAMES.iter().map(|n| n.to_string()).collect();

@@ -45,7 +45,7 @@ fn sys(step: &'static str, bytes: u64, e: impl Into<std::io::Error>) -> SegmentE
 }
 
 /// The kernel's number for the file system of memfds of ordinary pages.
-const TMPFS: i64 = 0x0102_1994;
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;
 
 /// The size of memory that another process made, if it is what [`Segment::create`] makes: a memfd of ordinary pages, whose
 /// size cannot change. One of huge pages looks the same and faults where the machine has none left.
@@ -59,7 +59,7 @@ fn ordinary(fd: &OwnedFd) -> Result<u64, SegmentError> {
     let bytes = stat.st_size as u64;
     let on = rustix::fs::fstatfs(fd).map_err(|e| sys("inspection", bytes, e))?;
     let page = rustix::param::page_size() as u64;
-    if i64::from(on.f_type) != TMPFS || on.f_bsize as u64 != page {
+    if on.f_type != TMPFS || on.f_bsize as u64 != page {
         return Err(SegmentError::Foreign(format!("it is not made of ordinary pages of {page} bytes")));
     }
     Ok(bytes)
