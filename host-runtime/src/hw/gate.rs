@@ -153,3 +153,108 @@ impl Gate {
         listener.into_iter().chain(self.visitors.iter().map(|v| v.stream.as_fd())).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    use crate::hw::handshake::{Dialled, NONCE};
+
+    /// A listener, its gate, and a clock that the test has.
+    struct Place {
+        listener: TcpListener,
+        gate: Gate,
+        places: Quota,
+        begun: Instant,
+    }
+
+    impl Place {
+        fn new() -> Place {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            listener.set_nonblocking(true).unwrap();
+            Place { listener, gate: Gate::default(), places: Quota::default(), begun: Instant::now() }
+        }
+
+        /// One that has connected, and said this.
+        fn says(&self, bytes: &[u8]) -> TcpStream {
+            let mut s = TcpStream::connect(self.listener.local_addr().unwrap()).unwrap();
+            s.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+            s.write_all(bytes).unwrap();
+            s
+        }
+
+        fn hello(&self) -> Vec<u8> {
+            Dialled::new(&GroupKey::some(), [1; NONCE], self.listener.local_addr().unwrap()).1.to_vec()
+        }
+
+        /// What a round finds `ms` after the beginning.
+        fn at(&mut self, ms: u64) -> Found {
+            let now = self.begun + Duration::from_millis(ms);
+            let set_up = |s: &TcpStream| s.set_nonblocking(true);
+            self.gate.round(&self.listener, &GroupKey::some(), &self.places, now, set_up).unwrap()
+        }
+
+        /// Rounds until as many are in the gate.
+        fn fill(&mut self, ms: u64, visitors: usize) {
+            while self.gate.visitors.len() < visitors {
+                let found = self.at(ms);
+                assert!(matches!(found, Found::Nothing { .. }), "{found:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_that_says_it_slowly_is_heard_and_one_that_says_nothing_is_sent_away() {
+        let mut p = Place::new();
+        let hello = p.hello();
+        let (mut slow, mut mute) = (p.says(&hello[..40]), p.says(b""));
+        p.fill(0, 2);
+        slow.write_all(&hello[40..]).unwrap();
+        let member = loop {
+            match p.at(2_999) {
+                Found::Nothing { .. } => std::thread::yield_now(),
+                other => break other,
+            }
+        };
+        assert!(matches!(&member, Found::Member(_, from) if *from == slow.local_addr().unwrap()), "{member:?}");
+        slow.read_exact(&mut [0; 32]).unwrap();
+        let Found::Refused(from, why) = p.at(3_000) else { panic!("it is still there") };
+        assert!(from == mute.local_addr().unwrap() && why.contains("has not shown within 3s"), "{why}");
+        assert_eq!(mute.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn in_a_full_gate_the_oldest_makes_room_once_a_hello_would_have_come() {
+        let mut p = Place::new();
+        let mute: Vec<TcpStream> = (0..=GATE_PLACES).map(|_| p.says(b"")).collect();
+        p.fill(0, GATE_PLACES);
+        // One of them has the listener's own place.
+        assert_eq!(p.places.alive(), GATE_PLACES - 1);
+        let Found::Nothing { until: Some(until), full: true } = p.at(249) else { panic!("nobody makes room yet") };
+        assert_eq!(until, p.begun + GRACE);
+        let Found::Refused(from, why) = p.at(250) else { panic!("the oldest makes room") };
+        assert!(mute.iter().any(|m| m.local_addr().unwrap() == from) && why.contains("no place was left"), "{why}");
+        drop(p.gate);
+        assert_eq!(p.places.alive(), 0);
+    }
+
+    /// Where other listeners have taken all places of the tenant, one is left for each.
+    #[test]
+    fn every_listener_has_a_place_of_its_own() {
+        let mut p = Place::new();
+        let _others: Vec<Counted> = (0..TENANT_GATE_PLACES).map(|_| p.places.count()).collect();
+        let _mute = p.says(b"");
+        p.fill(0, 1);
+        let (hello, mut sent_away) = (p.hello(), 0);
+        let _member = p.says(&hello);
+        loop {
+            match p.at(250) {
+                Found::Member(..) => break,
+                Found::Refused(..) => sent_away += 1,
+                Found::Nothing { .. } => std::thread::yield_now(),
+            }
+        }
+        assert_eq!(sent_away, 1);
+    }
+}

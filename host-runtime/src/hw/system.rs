@@ -75,7 +75,7 @@ pub(super) fn addresses() -> Vec<Address> {
 /// That loopback is down, with what to do, if it is by these addresses: in a network namespace that nobody has set up it has
 /// none, and one that was taken down keeps its own but does not run.
 pub(super) fn loopback_down(all: &[Address]) -> Option<&'static str> {
-    let up = all.iter().any(|a| a.ip.is_loopback() && a.runs);
+    let up = all.iter().any(|a| a.runs && (a.ip.is_loopback() || a.name == "lo"));
     (!up).then_some(
         "the loopback interface `lo` is down, so processes of this machine cannot reach one another over 127.0.0.1; bring it up in \
          this network namespace: `ip link set lo up`",
@@ -419,6 +419,9 @@ mod tests {
         ] {
             assert!(loopback_down(&down).is_some_and(|why| why.contains("`ip link set lo up`")), "{down:?}");
         }
+        // It runs, though somebody has taken its addresses and given it another.
+        let other = Address { name: "lo".into(), ..of("fe80::77", true) };
+        assert_eq!(loopback_down(&[other]), None);
         for up in
             [vec![of("127.0.0.1", true)], vec![of("::1", true)], vec![of("10.0.0.1", false), of("127.0.1.1", true)]]
         {

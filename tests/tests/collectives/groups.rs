@@ -496,5 +496,5 @@ fn an_id_that_was_used_is_spent() {
     // One that nobody has used, whose maker is gone.
     let unused = Runtime::open(patient()).unwrap().unique_id(2).unwrap();
     let e = refused(&elsewhere, unused, 0);
-    assert!(e.contains("nobody listens at 127.0.0.1:") && e.contains("the id is spent"), "{e}");
+    assert!(e.contains("the id is spent"), "{e}");
 }
