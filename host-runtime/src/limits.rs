@@ -44,6 +44,8 @@ pub fn byte_list(interface: &str, function: &str) -> Option<u64> {
 pub const TICK: Duration = Duration::from_millis(10);
 /// Bytes a plugin file may have.
 pub const MAX_PLUGIN_BYTES: u64 = 64 << 20;
+/// Bytes of all compiled plugins that are kept on disk.
+pub const CACHE_BYTES: u64 = 1 << 30;
 /// Stack of guest code.
 pub const GUEST_STACK: usize = 512 * 1024;
 /// Sentences kept for the failure an entry reports.

@@ -103,7 +103,10 @@ impl Library {
             _ => return Err("it is not a WebAssembly component".to_string().into()),
         }
         let grant = Arc::new(most.cut_to(bytes)?);
-        let component = cache::compile(engine, bytes).map_err(|e| format!("it does not compile: {e:#}"))?;
+        let component = cache::compile(engine, bytes).map_err(|e| match hw_bridge::exhausted::may_make_code() {
+            Ok(()) => format!("it does not compile: {e:#}"),
+            Err(forbidden) => format!("its code cannot be used: {forbidden}"),
+        })?;
         check::imports(engine, &component, kind, without, &grant.wasi)?;
         let mut linker = Linker::new(engine);
         crate::hw::add_to_linker(&mut linker)
