@@ -46,6 +46,8 @@ pub const TICK: Duration = Duration::from_millis(10);
 pub const MAX_PLUGIN_BYTES: u64 = 64 << 20;
 /// Bytes that an element of a table is counted with.
 pub const TABLE_ELEMENT: usize = 16;
+/// Bytes of all compiled plugins that are kept on disk.
+pub const CACHE_BYTES: u64 = 1 << 30;
 /// Stack of guest code.
 pub const GUEST_STACK: usize = 512 * 1024;
 /// Sentences kept for the failure an entry reports.

@@ -6,6 +6,8 @@
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::control_group::{Groups, Limited};
+
 const ENOMEM: i32 = 12;
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
@@ -38,8 +40,8 @@ pub fn limit_of_threads(e: &std::io::Error) -> String {
         Some(EAGAIN) => {
             let own = value(getrlimit(Resource::Nproc).current);
             let mut text = format!("; RLIMIT_NPROC (threads and processes of this user) is {own}");
-            if let Some(Some(pids)) = group_limit("pids.max") {
-                text += &format!(", the container's pids.max is {pids}");
+            if let Some(pids) = Groups::own().least(Limited::Pids) {
+                text += &format!(", the container's pids.max is {}", pids.value);
             }
             if let Some(bytes) = getrlimit(Resource::As).current {
                 text += &format!(", RLIMIT_AS is {bytes} bytes");
@@ -50,23 +52,13 @@ pub fn limit_of_threads(e: &std::io::Error) -> String {
     }
 }
 
-/// The least `file` of this process's control group and those above it: none if they set none, `None` if that is not known here
-/// (control groups of the first version, or not visible in the container).
-fn group_limit(file: &str) -> Option<Option<u64>> {
-    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let path = groups.lines().find_map(|l| l.strip_prefix("0::"))?;
-    let root = std::path::Path::new("/sys/fs/cgroup");
-    let mine = root.join(path.trim_start_matches('/'));
-    let texts: Vec<String> = mine
-        .ancestors()
-        .take_while(|d| d.starts_with(root))
-        .filter_map(|d| std::fs::read_to_string(d.join(file)).ok())
-        .collect();
-    if texts.is_empty() { None } else { Some(texts.iter().filter_map(|t| t.trim().parse().ok()).min()) }
-}
-
-fn group_value(file: &str) -> String {
-    group_limit(file).map_or_else(|| "not known here".into(), value)
+fn group_value(what: Limited) -> String {
+    let groups = Groups::own();
+    match groups.least(what) {
+        Some(l) => l.value.to_string(),
+        None if groups.know(what) => value(None),
+        None => "not known here".into(),
+    }
 }
 
 /// What this process may use of the machine: the name of what, and how much, with the limit that says so.
@@ -80,7 +72,7 @@ pub fn limits() -> [(&'static str, String); 4] {
             format!(
                 "memory of the machine: {memory} bytes and {swap} of swap; the container's memory.max is {}; a file at most \
                  (RLIMIT_FSIZE) {}; not of /dev/shm, not locked",
-                group_value("memory.max"),
+                group_value(Limited::Memory),
                 of(Resource::Fsize)
             ),
         ),
@@ -94,10 +86,28 @@ pub fn limits() -> [(&'static str, String); 4] {
             format!(
                 "{} of this user (RLIMIT_NPROC), the container's pids.max is {}",
                 of(Resource::Nproc),
-                group_value("pids.max")
+                group_value(Limited::Pids)
             ),
         ),
     ]
+}
+
+/// Bytes of memory that processes of this machine, or of this container, could still be given, and which number says so.
+pub fn memory_left() -> Option<(u64, String)> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let free = parse_available(&text)?;
+    Some(match Groups::own().least(Limited::Memory) {
+        Some(l) if l.value < free => (l.value, format!("{} allows", l.file.display())),
+        _ => (free, "are left on this machine".into()),
+    })
+}
+
+/// From the text of /proc/meminfo, whose unit is KiB: what could be given without swapping, and what swap space is free.
+fn parse_available(text: &str) -> Option<u64> {
+    let field = |name: &str| -> Option<u64> {
+        text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':')?.trim().strip_suffix(" kB")?.parse().ok())
+    };
+    Some((field("MemAvailable")?.saturating_add(field("SwapFree").unwrap_or(0))).saturating_mul(1024))
 }
 
 /// Bytes of the machine's memory and of its swap space.
@@ -136,6 +146,21 @@ fn file_size() -> String {
         "RLIMIT_FSIZE is {own} bytes, and shared memory counts as a file: raise it (ulimit -f), or ask for less device \
          memory (WCCL_HBM_BYTES)"
     )
+}
+
+/// Whether this process may turn memory that it has written into code, as a compiler must.
+///
+/// # Errors
+/// A sentence about what forbids it.
+pub fn may_make_code() -> Result<(), String> {
+    // Without memory there is nothing to learn.
+    let Ok(page) = memmap2::MmapMut::map_anon(4096) else { return Ok(()) };
+    page.make_exec().map(drop).map_err(|e| {
+        format!(
+            "this process may not make memory executable ({e}): PR_SET_MDWE, MemoryDenyWriteExecute= of systemd, SELinux \
+             (execmem) or another policy forbids it; plugins are compiled to machine code on this machine, so allow it here"
+        )
+    })
 }
 
 /// Whether a memfd may have `bytes`. Asked before it is sized, because the kernel does not only refuse: it sends SIGXFSZ,
@@ -198,6 +223,14 @@ mod tests {
         let own = value(getrlimit(Resource::Nproc).current);
         assert!(threads.contains(&format!("RLIMIT_NPROC (threads and processes of this user) is {own}")), "{threads}");
         assert!(limit_of_threads(&std::io::Error::from_raw_os_error(ENOMEM)).contains("WCCL_HBM_BYTES"));
+    }
+
+    #[test]
+    fn what_memory_is_left_is_read() {
+        let text = "MemTotal:       16384000 kB\nMemAvailable:    8000 kB\nSwapTotal: 5 kB\nSwapFree:  2000 kB\n";
+        assert_eq!(parse_available(text), Some(10_000 * 1024));
+        assert_eq!(parse_available("MemTotal: 5 kB\n"), None);
+        assert!(memory_left().is_some_and(|(bytes, _)| bytes > 0));
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //! | [`device`] | instance families, cores, accelerator maps, PCI addresses, pods |
 //! | [`segment`], [`hbm`] | sealed memfds, and device memory in them |
 //! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
+//! | [`control_group`] | limits of control groups of either version, and kills for want of memory |
 //! | [`credentials`], [`mod@dial`] | who is behind a unix socket; connecting to one |
 //! | [`log_rate`] | lines of the log that others can cause, within a rate |
 //! | [`foreign`] | reading the private memory of a peer |
@@ -22,13 +23,14 @@
 //! | [`proxy`] | the proxy's tick over network operations |
 //! | [`share`] | whose turn it is, among tenants |
 //! | [`sequencer`] | the step language, and executing it |
-//! | [`signals`] | waiting for SIGTERM |
+//! | [`signals`] | waiting for signals; what a process inherits of them |
 //!
 //! `unsafe` stands in `reduce`, `peers`, `ballot` and `sequencer`, which compute on raw or shared memory, in `flight` (the cycle counter),
-//! in `fork` (a page the kernel wipes), in `share` (a page that tenants share), in `credentials` (socket options), in `signals` (a mask
-//! and its descriptor) and in `foreign` (a system call), and nowhere else.
+//! in `fork` (a page the kernel wipes), in `share` (a page that tenants share), in `credentials` (socket options), in `signals` (masks,
+//! dispositions, and what runs between fork and exec) and in `foreign` (a system call), and nowhere else.
 
 pub mod ballot;
+pub mod control_group;
 pub mod credentials;
 pub mod device;
 pub mod dial;

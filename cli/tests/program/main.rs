@@ -3,12 +3,16 @@
 //! | file | holds |
 //! |---|---|
 //! | `bench` | `wccl bench`: what it explains, measures, writes and draws |
+//! | `ends` | how a group of `wccl run` ends, and signals to the launcher |
 //! | `launch` | `wccl run`, when something goes wrong |
+//! | `limits` | what the machine, a container or a hardened service does not give |
 //! | `look` | `wccl top` and `wccl info` |
 
 #[path = "../common/mod.rs"]
 mod common;
 
 mod bench;
+mod ends;
 mod launch;
+mod limits;
 mod look;

@@ -3,7 +3,10 @@
 //! Precompiled code runs with the host's rights, so it is loaded only from a directory that belongs to this user and that
 //! nobody else can write, from a file of which the same is true, and only if the file's digest of its key and code matches: an
 //! entry under another plugin's name is none. The directory is checked once it is open, and entries are opened beneath it.
-//! Anything odd is a miss, never an error.
+//! Anything odd is a miss, never an error; that nothing can be kept is said once.
+//!
+//! All entries together have a bound, [`CACHE_BYTES`]: who stores one removes those that were not used for longest, but none
+//! that is being read.
 
 use std::ffi::OsString;
 use std::fs::DirBuilder;
@@ -19,10 +22,13 @@ use sha2::{Digest, Sha256};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
+use crate::limits::CACHE_BYTES;
 use crate::vars;
 
 /// How long to wait for another process that compiles the same plugin; it may be stopped.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Age at which a file that was being written is nobody's any more.
+const ABANDONED: Duration = Duration::from_secs(3600);
 const MAGIC: &[u8; 8] = b"wcclcwm2";
 
 /// Where compiled components are kept, by the variables that `look_up` knows: `WCCL_CACHE_DIR` (`off` for nowhere), else the
@@ -39,19 +45,31 @@ fn place(look_up: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     }
 }
 
-/// Where compiled components are kept; `None` if there is no such place or it is not ours alone.
+/// Where compiled components are kept; `None` if there is no such place or it cannot be used, which is said.
 pub(crate) fn directory() -> Option<Dir> {
-    open(&place(|name| std::env::var_os(name))?)
+    let path = place(|name| std::env::var_os(name))?;
+    open(&path).inspect_err(|why| not_kept(&format!("{}: {why}", path.display()))).ok()
 }
 
-fn open(path: &Path) -> Option<Dir> {
-    DirBuilder::new().recursive(true).mode(0o700).create(path).ok()?;
-    let dir = Dir::open_ambient_dir(path, ambient_authority()).ok()?;
-    if !ours(&dir.dir_metadata().ok()?) {
-        tracing::warn!(dir = %path.display(), "the compile cache is not used: the directory is not ours alone");
-        return None;
+/// Says once that nothing is kept. Of the ranks of a job on one machine the first says it for all.
+fn not_kept(why: &str) {
+    static SAID: std::sync::Once = std::sync::Once::new();
+    SAID.call_once(|| {
+        let said = format!("compiled plugins are not kept, and every process compiles anew: {why}; set WCCL_CACHE_DIR");
+        match std::env::var("LOCAL_RANK").is_ok_and(|rank| rank != "0") {
+            true => tracing::debug!("{said}"),
+            false => tracing::warn!("{said}"),
+        }
+    });
+}
+
+fn open(path: &Path) -> Result<Dir, String> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|e| e.to_string())?;
+    let dir = Dir::open_ambient_dir(path, ambient_authority()).map_err(|e| e.to_string())?;
+    if !ours(&dir.dir_metadata().map_err(|e| e.to_string())?) {
+        return Err("the directory is not ours alone".into());
     }
-    Some(dir)
+    Ok(dir)
 }
 
 /// Whether it belongs to this user, and nobody else may write it.
@@ -78,7 +96,7 @@ fn key(engine: &Engine, bytes: &[u8]) -> String {
 
 /// Compiles `bytes`, or takes the compiled form from the cache.
 pub(super) fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
-    let Some(dir) = directory() else { return Component::new(engine, bytes) };
+    let Some(dir) = directory() else { return on_threads(engine, bytes) };
     let key = key(engine, bytes);
     if let Some(c) = load(engine, &dir, &key) {
         return Ok(c);
@@ -90,11 +108,63 @@ pub(super) fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Compone
     if locked && let Some(c) = load(engine, &dir, &key) {
         return Ok(c);
     }
-    let component = Component::new(engine, bytes)?;
-    if let Err(e) = store(&component, &dir, &key) {
-        tracing::debug!("the compiled plugin was not cached: {e}");
+    let component = on_threads(engine, bytes)?;
+    match store(&component, &dir, &key) {
+        Ok(()) => {
+            if let Err(e) = trim(&dir, CACHE_BYTES, &entry(&key)) {
+                tracing::debug!("the compile cache was not trimmed: {e}");
+            }
+        }
+        Err(e) => not_kept(&e.to_string()),
     }
     Ok(component)
+}
+
+/// Compiles on a thread for each core, or on as many as can be started: the library that the runtime takes its threads from
+/// panics where a limit of threads is reached. On this thread alone if it comes to that.
+fn on_threads(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
+    let most = std::thread::available_parallelism().map_or(1, usize::from);
+    let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).thread_name(|_| "wccl-compile".into()).build();
+    let halves = std::iter::successors(Some(most), |n| (*n > 1).then_some(n / 2));
+    let alone = || rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build();
+    match halves.map(pool).find_map(Result::ok).or_else(|| alone().ok()) {
+        Some(pool) => pool.install(|| Component::new(engine, bytes)),
+        // This thread is such a pool already, of another time.
+        None => Component::new(engine, bytes),
+    }
+}
+
+/// Removes what was not used for longest until all entries have at most `most` bytes; not `keep`, and none that is being read.
+fn trim(dir: &Dir, most: u64, keep: &str) -> std::io::Result<()> {
+    let mut entries = Vec::new();
+    for e in dir.entries()?.flatten() {
+        let Ok(name) = e.file_name().into_string() else { continue };
+        let Ok(meta) = e.metadata() else { continue };
+        let used = meta.modified().map_or(std::time::UNIX_EPOCH, |t| t.into_std());
+        // What a process left that was killed while it wrote.
+        let abandoned = name.contains(".tmp") && used.elapsed().is_ok_and(|age| age > ABANDONED);
+        if abandoned {
+            dir.remove_file(&name)?;
+        } else if name.ends_with(".cwasm") {
+            entries.push((used, meta.len(), name));
+        }
+    }
+    let mut all: u64 = entries.iter().map(|e| e.1).sum();
+    entries.sort();
+    for (_, len, name) in entries.into_iter().filter(|e| e.2 != keep) {
+        if all <= most {
+            break;
+        }
+        let free =
+            dir.open(&name).is_ok_and(|f| rustix::fs::flock(&f, FlockOperation::NonBlockingLockExclusive).is_ok());
+        if free {
+            dir.remove_file(&name)?;
+            // Its lock goes too; whoever waits for it finds nothing and compiles.
+            let _ = dir.remove_file(name.replace(".cwasm", ".lock"));
+            all -= len;
+        }
+    }
+    Ok(())
 }
 
 fn entry(key: &str) -> String {
@@ -136,6 +206,14 @@ fn load(engine: &Engine, dir: &Dir, key: &str) -> Option<Component> {
         tracing::warn!(key, "an entry of the compile cache that is not ours alone is ignored");
         return None;
     }
+    // It is in use, and it was used now; where that cannot be said it may be removed early, which costs a compilation.
+    let _ = rustix::fs::flock(&f, FlockOperation::NonBlockingLockShared);
+    let now = |nsec| rustix::fs::Timespec { tv_sec: 0, tv_nsec: nsec };
+    let times = rustix::fs::Timestamps {
+        last_access: now(rustix::fs::UTIME_OMIT),
+        last_modification: now(rustix::fs::UTIME_NOW),
+    };
+    let _ = rustix::fs::futimens(&f, &times);
     let mut all = Vec::new();
     f.read_to_end(&mut all).ok()?;
     let code = all.get(40..)?;
@@ -206,8 +284,54 @@ mod tests {
         assert!(load(&engine, &dir, "x").is_none());
         for mode in [0o720, 0o702] {
             set_mode(&at, mode);
-            assert!(open(&at).is_none());
+            assert!(open(&at).is_err());
         }
+        std::fs::remove_dir_all(&at).unwrap();
+    }
+
+    /// Those that were not used for longest go first; what is in use, and what was stored just now, stays.
+    #[test]
+    fn the_cache_is_trimmed_to_its_bound_and_never_what_is_in_use() {
+        let at = std::env::temp_dir().join(format!("wccl-cache-trim-{}", std::process::id()));
+        let dir = open(&at).unwrap();
+        let day = Duration::from_secs(86_400);
+        let begun = std::time::SystemTime::now() - 10 * day;
+        for (i, name) in ["a.cwasm", "a.lock", "b.cwasm", "c.cwasm", "d.cwasm", "e.tmp7"].into_iter().enumerate() {
+            std::fs::write(at.join(name), [0; 100]).unwrap();
+            let file = std::fs::File::options().write(true).open(at.join(name)).unwrap();
+            file.set_modified(begun + i as u32 * day).unwrap();
+        }
+        let left = || {
+            let mut all: Vec<_> =
+                std::fs::read_dir(&at).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+            all.sort();
+            all
+        };
+        trim(&dir, 400, "d.cwasm").unwrap();
+        assert_eq!(left(), ["a.cwasm", "a.lock", "b.cwasm", "c.cwasm", "d.cwasm"]);
+        // The oldest but one is being read.
+        let read = std::fs::File::open(at.join("b.cwasm")).unwrap();
+        rustix::fs::flock(&read, FlockOperation::LockShared).unwrap();
+        trim(&dir, 200, "d.cwasm").unwrap();
+        assert_eq!(left(), ["b.cwasm", "d.cwasm"]);
+        drop(read);
+        trim(&dir, 0, "d.cwasm").unwrap();
+        assert_eq!(left(), ["d.cwasm"]);
+        std::fs::remove_dir_all(&at).unwrap();
+    }
+
+    /// What is used is new again.
+    #[test]
+    fn an_entry_that_is_loaded_is_not_the_oldest_any_more() {
+        let engine = Engine::default();
+        let at = std::env::temp_dir().join(format!("wccl-cache-used-{}", std::process::id()));
+        let dir = open(&at).unwrap();
+        store(&Component::new(&engine, b"\0asm\x0d\0\x01\0").unwrap(), &dir, "x").unwrap();
+        let old = std::time::SystemTime::now() - Duration::from_secs(86_400);
+        let file = std::fs::File::options().write(true).open(at.join("x.cwasm")).unwrap();
+        file.set_modified(old).unwrap();
+        assert!(load(&engine, &dir, "x").is_some());
+        assert!(file.metadata().unwrap().modified().unwrap() > old + Duration::from_secs(3600));
         std::fs::remove_dir_all(&at).unwrap();
     }
 }

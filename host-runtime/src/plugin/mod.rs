@@ -89,7 +89,10 @@ pub const DAMAGED: &str = "it does not compile";
 /// Compiles a component that costs no more than `limits` allow, or takes the compiled form from the cache.
 fn compile(engine: &wasmtime::Engine, bytes: &[u8], limits: &Limits) -> Result<Component, Denied> {
     cost::within(bytes, limits)?;
-    cache::compile(engine, bytes).map_err(|e| format!("{DAMAGED}: {e:#}").into())
+    cache::compile(engine, bytes).map_err(|e| match hw_bridge::exhausted::may_make_code() {
+        Ok(()) => format!("{DAMAGED}: {e:#}").into(),
+        Err(forbidden) => format!("its code cannot be used: {forbidden}").into(),
+    })
 }
 
 /// Names of all imports, and of all exports, of a component that need not link.
