@@ -197,7 +197,7 @@ fn read() -> anyhow::Result<Cli> {
         let Some(name) = arg.get_env() else { return arg };
         let value = std::env::var_os(name);
         // A path is any bytes.
-        if *arg.get_value_parser().type_id() == std::any::TypeId::of::<std::path::PathBuf>() {
+        if arg.get_value_parser().type_id() == std::any::TypeId::of::<std::path::PathBuf>() {
             return if vars::path(value).is_some() { arg } else { arg.env(None) };
         }
         match vars::text(&name.to_string_lossy(), value) {
