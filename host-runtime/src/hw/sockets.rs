@@ -219,13 +219,13 @@ impl HostState {
 
     fn do_listen(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ListenerObject>> {
         let counted = self.one_more_socket()?;
-        self.group_key("listen")?;
         let addr = self.address(address)?;
         let ports = self.grant.network.listening(addr.ip(), addr.port());
         if ports.is_empty() {
             let grants = listed(&self.grant.network.listen);
             return Err(self.refuse(Status::INVALID, "network.listen", &format!("asked to listen on {addr}"), grants));
         }
+        self.group_key("listen")?;
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let socket = loop {
@@ -330,7 +330,6 @@ impl HostState {
 
     fn do_connect(&mut self, address: &[u8], ms: u32) -> Answer<Resource<ConnectionObject>> {
         let counted = self.one_more_socket()?;
-        let key = self.group_key("connect")?;
         let addr = self.address(address)?;
         if !self.grant.network.may_reach(addr.ip(), addr.port()) {
             let grants = listed(&self.grant.network.reach);
@@ -341,6 +340,7 @@ impl HostState {
             let grants = format!("{}, without the host's own", listed(&self.grant.network.reach));
             return Err(self.refuse(Status::INVALID, "network.reach", &asked, grants));
         }
+        let key = self.group_key("connect")?;
         let until = self.deadline(ms);
         let mut pause = BACKOFF.0;
         let mut told = false;
