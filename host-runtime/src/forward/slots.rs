@@ -1,7 +1,8 @@
 //! The 37 entries: one row each gives slot, names, type and wrapper.
 //!
 //! A wrapper is a method of [`Forward`]: the guard first, then the slot, in the instance the caller names (its
-//! communicator's), or the library instance for `None`. Statuses pass verbatim.
+//! communicator's), or the library instance for `None`. Statuses pass verbatim. Slots 14 and 15 take no communicator, but a
+//! routing id is one of a communicator's device maps: only the instance of one can answer them.
 
 use wasmtime::component::{ComponentExportIndex, Resource};
 

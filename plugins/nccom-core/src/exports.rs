@@ -531,11 +531,17 @@ impl<R: Release> Guest for Library<R> {
     }
 }
 
-/// The NIC nearest to a core, from the topology of any communicator of this instance.
+/// The NIC nearest to a core, from the topology of a communicator of this instance. The two entries name none, and a routing id
+/// means something only in the maps that `nec_build_port_and_rid_map` makes of the accelerators that take part in a group
+/// (reverse-abi 3): maps made here for a group of our own would be what the next communicator of the device finds. So the
+/// instance of a communicator answers, and the library instance, which has no group, says whom to ask.
 fn preferred(nc: u32, rid: u32) -> Result<(i32, String), Failure> {
     PLANS.with_borrow_mut(|plans| match plans.values_mut().next() {
         Some(p) => p.system()?.preferred_net(nc, rid).map_err(|e| invalid(e.to_string())),
-        None => Err(Failure::new(Code::Uninitialized, "the topology is known once a communicator exists")),
+        None => Err(Failure::new(
+            Code::Uninitialized,
+            "routing ids are those of a communicator's device maps, and this instance has no communicator; ask the instance of one",
+        )),
     })
 }
 
@@ -595,6 +601,13 @@ mod tests {
         fn arrange(_: &[Ring], _: bool) -> Vec<Ring> {
             Vec::new()
         }
+    }
+
+    #[test]
+    fn the_preferred_nic_is_asked_of_an_instance_with_a_communicator() {
+        let e = preferred(0, 0).unwrap_err();
+        assert_eq!(e.code, Code::Uninitialized);
+        assert!(e.text.contains("this instance has no communicator; ask the instance of one"), "{e}");
     }
 
     /// Proves INV-07.

@@ -4,7 +4,8 @@ use std::collections::HashSet;
 use std::process::Command;
 use std::time::Duration;
 
-use host_runtime::nrt::{CommOptions, Runtime};
+use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime};
+use host_runtime::{DataType, ReduceOp};
 
 use crate::common::ranks::{Rank, spawn, start, start_at};
 use crate::common::{config, free_port, world};
@@ -117,6 +118,29 @@ fn the_graph_is_built_by_its_own_entry_only() {
     ranks.into_iter().for_each(|t| t.join().unwrap());
 }
 
+/// A communicator starts with DEFAULT: it is connected along its rings and no further, until an operation needs more.
+///
+/// Proves INV-14.
+#[test]
+fn a_communicator_starts_connected_along_its_rings_only() {
+    world(6, &config(), |mut comm| {
+        let (rank, n) = (comm.rank(), comm.nranks());
+        let mut along = HashSet::new();
+        for ring in comm.rings().iter() {
+            let at = ring.iter().position(|r| *r == rank).unwrap();
+            along.extend([ring[(at + 1) % n], ring[(at + n - 1) % n]]);
+        }
+        assert!(along.len() < n - 1, "rings lead to everybody, so that nothing can be seen: {along:?}");
+        let linked = |comm: &Communicator| -> HashSet<usize> {
+            (0..n).filter(|r| *r != rank && comm.core().endpoint.linked(*r)).collect()
+        };
+        assert_eq!(linked(&comm), along);
+        let t = comm.tensor(1 << 20).unwrap();
+        comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap();
+        assert_eq!(linked(&comm).len(), n - 1);
+    });
+}
+
 /// After a P2P connect the host does nothing for it: no proxy, no semaphore, no call of the component.
 ///
 /// Proves INV-85.
@@ -124,13 +148,22 @@ fn the_graph_is_built_by_its_own_entry_only() {
 fn nothing_works_for_a_connected_p2p_edge() {
     world(2, &config(), |mut comm| {
         comm.barrier().unwrap();
+        let tenant = comm.runtime().tenant().clone();
+        // The root's task ends by itself once all ranks are joined. From then on no thread is the edge's: nothing of the host's
+        // or the guest's is left to work for it.
+        let until = Instant::now() + Duration::from_secs(30);
+        while tenant.tasks_alive() > 0 {
+            assert!(Instant::now() < until, "a background task lives on");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let host_calls = tenant.counters.host_calls();
         let calls = comm.runtime().component_calls();
         let mut buf = vec![1u8; 100_000];
         for _ in 0..20 {
-            comm.all_gather(host_runtime::nrt::Io::HostInPlace(&mut buf), 50_000, host_runtime::DataType::Uint8)
-                .unwrap();
+            comm.all_gather(Io::HostInPlace(&mut buf), 50_000, DataType::Uint8).unwrap();
         }
         assert_eq!(comm.runtime().component_calls(), calls);
+        assert_eq!((tenant.counters.host_calls(), tenant.tasks_alive()), (host_calls, 0));
         let mut proxy = comm.core().proxy.lock().unwrap();
         for stream in 0..4 {
             assert_eq!(proxy.progress(stream, 0).unwrap(), (true, true), "nothing was ever queued");
