@@ -1,10 +1,12 @@
 //! Too much of everything the host hands out.
 
+use std::time::Duration;
+
 use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, init_comm};
 
 use host_runtime::nrt::{CommOptions, Runtime};
 
-use crate::zoo::{Animal, Group, animal, at_once, gives_up, said};
+use crate::zoo::{Animal, Group, animal, at_once, gives_up, opened, said};
 
 /// Writes 127.0.0.1 and any port to 4096, and listens there; the answer stands at 2048.
 pub const LISTEN: &str =
@@ -204,7 +206,9 @@ pub fn group() -> Group {
                     "{LISTEN} (loop $again (call $sockets.accept (i32.load (i32.const 2052)) (i32.const -1) (i32.const 2100)) (br $again))"
                 );
                 p.body("neuron-get-unique-id", format!("{accept} {}", gives_up()));
-                said(cage.open(&p)?.unique_id(1))
+                let mut c = cage.config(&p)?;
+                c.limits.wall = Duration::from_secs(2);
+                said(opened(c)?.unique_id(1))
             },
         ),
     ];

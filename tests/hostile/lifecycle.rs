@@ -34,7 +34,9 @@ fn swap_within(cage: &Cage, plan: usize, old: &[(&str, &str)], new: &[(&str, &st
     let tenant = c.tenant.clone();
     let runtime = opened(c)?;
     let mut comm = runtime.init_comm(CommOptions::with_id(runtime.unique_id(1)?, 0, 1))?;
-    let report = coordinate(&Order::transport(&tenant, &new))?;
+    // The plugin's own limits are to end it, on a busy machine too.
+    let quiesce = Duration::from_secs(60);
+    let report = coordinate(&Order { timeout: 2 * quiesce, quiesce, ..Order::transport(&tenant, &new) })?;
     anyhow::ensure!(!report.committed, "it took over");
     comm.barrier().context("an operation after the swap that was refused")?;
     Ok(report.reason.replace(&tenant, "hostile"))

@@ -1,11 +1,11 @@
 //! Deadlines of single calls: given back after them, and sound at both ends of what a duration can say.
 
 use std::sync::{Arc, Barrier};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use host_runtime::DataType;
 use host_runtime::error::Error;
-use host_runtime::nrt::{Io, Peers, RuntimeConfig};
+use host_runtime::nrt::{Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::status::Status;
 use hw_bridge::flight::State;
 
@@ -113,18 +113,29 @@ fn the_deadline_of_a_first_operation_bounds_the_connecting() {
     }
 }
 
-/// A sender waits for longer than the deadline while its receiver copies: an operation that moves on does not time out.
+/// A sender waits for longer than the deadline while its receiver copies: an operation that moves on does not time out. On a busy
+/// machine a receiver may lose its core for so long that it does not move on, but not each time.
 #[test]
 fn a_long_copy_does_not_time_out_the_rank_that_waits_for_it() {
-    const BYTES: u64 = 1 << 30;
+    const BYTES: u64 = 512 << 20;
     let c = RuntimeConfig { hbm_bytes: 2 * BYTES, ..config() };
-    world(2, &c, |mut comm| {
-        let rank = comm.rank();
-        let tensor = comm.tensor(BYTES).unwrap();
-        comm.barrier().unwrap();
-        let peers = if rank == 0 { Peers { dst: Some(1), src: None } } else { Peers { dst: None, src: Some(0) } };
-        // Fresh pages: the copy takes several times as long.
-        let io = Io::device(&tensor, &tensor);
-        comm.within(Duration::from_millis(100)).send_recv(io, BYTES, DataType::Uint8, peers).unwrap();
-    });
+    let lasts = || {
+        let results = world(2, &c, |mut comm| {
+            let rank = comm.rank();
+            let peers = if rank == 0 { Peers { dst: Some(1), src: None } } else { Peers { dst: None, src: Some(0) } };
+            // Fresh pages each time: the copy takes several times as long.
+            let tensors = [(); 2].map(|()| comm.tensor(BYTES).unwrap());
+            let mut send = |t: &Tensor, deadline| {
+                comm.barrier().unwrap();
+                let begun = Instant::now();
+                let io = Io::device(t, t);
+                comm.within(deadline).send_recv(io, BYTES, DataType::Uint8, peers).map(|()| begun.elapsed())
+            };
+            let took = send(&tensors[0], Duration::MAX).unwrap();
+            // Only the sender waits.
+            send(&tensors[1], if rank == 0 { took / 3 } else { Duration::MAX }).is_ok()
+        });
+        results == [true; 2]
+    };
+    assert!((0..5).any(|_| lasts()), "five times");
 }

@@ -482,7 +482,8 @@ fn an_old_plugin_that_hangs_is_replaced_by_force() {
         },
     );
     let until = Instant::now() + HANG;
-    while !caller.lock().unwrap().as_ref().is_some_and(|(before, tenant)| tenant.counters.entries() > *before) {
+    let inside = || caller.lock().unwrap().as_ref().is_some_and(|(before, tenant)| tenant.counters.entries() > *before);
+    while !inside() {
         assert!(Instant::now() < until, "rank 1 does not call");
         std::thread::yield_now();
     }
@@ -516,12 +517,18 @@ fn start_with_second(
     (job, seconds)
 }
 
+/// Force ends a call when it next comes out of what it waits for.
+fn brief_waits(c: &mut RuntimeConfig) {
+    c.vars.insert("NEURON_CCOM_SOCK_TIMEOUT".into(), "15000".into());
+}
+
 /// What is refused has ended nobody's call; what is done ends those that are inside then.
 #[test]
 fn force_ends_calls_only_when_nothing_else_is_in_the_way() {
     let file = build("forced", &[]);
     for fails in [Some(Step::Closed), Some(Step::Ready), None] {
         let (job, seconds) = start_with_second(&format!("forced-{fails:?}"), |rank, c| {
+            brief_waits(c);
             // The rank that fails is not the one whose call would be ended.
             if rank == 0 {
                 c.swap_faults.extend(fails.map(|step| (step, Fault::Fail)));
@@ -561,11 +568,16 @@ fn force_ends_calls_only_when_nothing_else_is_in_the_way() {
 fn force_ends_the_making_of_a_communicator() {
     let runtimes: Arc<[Mutex<Option<Runtime>>; 2]> = Arc::default();
     let kept = runtimes.clone();
-    let job = Job::start_with("joining", 2, no_change, move |comm, op| {
-        if op == 0 {
-            *kept[comm.rank()].lock().unwrap() = Some(comm.runtime().clone());
-        }
-    });
+    let job = Job::start_with(
+        "joining",
+        2,
+        |_, c| brief_waits(c),
+        move |comm, op| {
+            if op == 0 {
+                *kept[comm.rank()].lock().unwrap() = Some(comm.runtime().clone());
+            }
+        },
+    );
     let runtime = runtimes[1].lock().unwrap().take().unwrap();
     let tenant = runtime.tenant().clone();
     let before = tenant.counters.entries();
