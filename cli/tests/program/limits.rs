@@ -40,7 +40,7 @@ fn executable_memory_that_is_forbidden_is_named() {
         let mut command = wccl();
         // SAFETY: one system call between fork and exec, of this process alone.
         unsafe {
-            command.pre_exec(|| match libc::prctl(PR_SET_MDWE, 1, 0, 0, 0) {
+            command.pre_exec(|| match libc::prctl(PR_SET_MDWE, 1u64, 0u64, 0u64, 0u64) {
                 0 => Ok(()),
                 _ => Err(std::io::Error::last_os_error()),
             });

@@ -7,6 +7,7 @@
 //! | `choice` | the choice of algorithms as ranks meet |
 //! | `end_to_end` | each operation from the bootstrap to the result |
 //! | `exact` | every type and size, bit for bit |
+//! | `floats` | floating-point states that programs change, and averages of large numbers |
 //! | `groups` | replica groups, split, shrink |
 //! | `streams` | operations in the background |
 
@@ -17,5 +18,6 @@ mod bounds;
 mod choice;
 mod end_to_end;
 mod exact;
+mod floats;
 mod groups;
 mod streams;

@@ -14,6 +14,7 @@
 //! | `processes` | ranks as processes of the program `rank`: deaths, ranks that never come, what is left behind |
 //! | `soak` | the short form of the soak |
 //! | `start` | faults of starting a group |
+//! | `suspended` | a job, or one rank of it, that is stopped and goes on |
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -27,3 +28,4 @@ mod processes;
 mod soak;
 mod start;
 mod support;
+mod suspended;

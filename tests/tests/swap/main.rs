@@ -3,6 +3,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `all_or_none` | the protocol of a swap, and whatever may go wrong with it on any rank |
+//! | `control` | control sockets: who is found at them, who is not |
 //! | `proofs` | a plugin may trap, be aborted or be slow |
 //! | `releases` | from one release of the transport to another and back |
 
@@ -10,5 +11,6 @@
 mod common;
 
 mod all_or_none;
+mod control;
 mod proofs;
 mod releases;

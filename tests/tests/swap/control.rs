@@ -1,14 +1,12 @@
 //! Control sockets: who is found at them, who is not, and what becomes of those of processes that were killed.
 
-mod common;
-
 use std::collections::HashSet;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use common::config;
-use common::ranks::start;
+use crate::common::config;
+use crate::common::ranks::start;
 use host_runtime::nrt::Runtime;
 use host_runtime::swap;
 use hw_bridge::dial::dial;
@@ -62,7 +60,7 @@ impl Drop for Session {
     }
 }
 
-fn ranks(session: &Path, n: usize) -> Vec<common::ranks::Rank> {
+fn ranks(session: &Path, n: usize) -> Vec<crate::common::ranks::Rank> {
     let ranks = start("loop", n, &[("XDG_RUNTIME_DIR", session.to_str().unwrap())]);
     ranks.iter().for_each(|r| assert_eq!(r.line(), "ready"));
     ranks

@@ -1,21 +1,17 @@
 //! Numbers that are hard to keep: results that a program's floating-point state must not touch, and averages whose sums are
 //! too large for their type.
 
-mod common;
-#[path = "collectives/exact/scalar.rs"]
-mod scalar;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use common::ranks::spawn;
-use common::{config, world};
+use crate::common::ranks::spawn;
+use crate::common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Io, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::reduce::{reduce_scaled_slices, reduce_slices};
-use scalar::{Codec, reduced};
+use super::exact::scalar::{Codec, reduced};
 use tests::floats::{self, Digest};
 
 /// A meeting place that nobody else has: loopback addresses are many, and this process's number is in it.

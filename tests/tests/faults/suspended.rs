@@ -1,11 +1,9 @@
 //! Time in which a process was stopped is no waiting time of its own; that of one that is waited for is.
 
-mod common;
-
 use std::time::Duration;
 
-use common::free_port;
-use common::ranks::{Rank, spawn};
+use crate::common::free_port;
+use crate::common::ranks::{Rank, spawn};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A wait gives up after this.
