@@ -16,6 +16,8 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrongly used.
 
+#![forbid(unsafe_code)]
+
 mod act_two;
 mod bench;
 mod collective;

@@ -20,7 +20,10 @@
 //! | [`tenant`] | what a tenant may use and has used |
 //! | [`swap`] | replacing a tenant's library under running communicators |
 //!
-//! This is the only crate that names the WebAssembly runtime.
+//! This is the only crate that names the WebAssembly runtime. `unsafe` stands in [`plugin::cache`], which loads compiled code of
+//! its own, and nowhere else: the lint sees to it.
+
+#![deny(unsafe_code)]
 
 pub mod abort;
 pub mod bindings;
