@@ -13,7 +13,7 @@ use crate::abort::AbortToken;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
-use crate::limits::MAX_CAUSES;
+use crate::limits::{MAX_CAUSES, MAX_CORE_INSTANCES, MAX_MEMORIES, MAX_TABLES};
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
@@ -352,14 +352,14 @@ impl ResourceLimiter for HostState {
     }
 
     fn instances(&self) -> usize {
-        16
+        MAX_CORE_INSTANCES
     }
 
     fn tables(&self) -> usize {
-        16
+        MAX_TABLES
     }
 
     fn memories(&self) -> usize {
-        4
+        MAX_MEMORIES
     }
 }
