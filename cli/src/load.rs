@@ -108,12 +108,42 @@ pub struct Rate {
 
 impl Mark {
     /// What was done from here to `end`.
-    pub fn until(&self, end: Mark) -> Rate {
-        let rounds = (end.rounds - self.rounds).max(1) as f64;
-        Rate {
-            rounds: rounds / (end.at - self.at).as_secs_f64(),
-            seconds: (end.nanos - self.nanos) as f64 / 1e9 / rounds,
-        }
+    // The demo has no use for it.
+    #[allow(dead_code)]
+    pub fn until(self, end: Mark) -> Rate {
+        let mut sum = Sum::default();
+        sum.add(self, end);
+        sum.rate()
+    }
+
+    /// The time from `begin` to here.
+    // The test of swaps has no use for it.
+    #[allow(dead_code)]
+    pub fn since(self, begin: Mark) -> Duration {
+        self.at - begin.at
+    }
+}
+
+/// What was done in several stretches of time.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Sum {
+    time: Duration,
+    rounds: u64,
+    nanos: u64,
+}
+
+impl Sum {
+    /// The stretch from `begin` to `end`, too.
+    pub fn add(&mut self, begin: Mark, end: Mark) {
+        self.time += end.at - begin.at;
+        self.rounds += end.rounds - begin.rounds;
+        self.nanos += end.nanos - begin.nanos;
+    }
+
+    /// The rate over all of them.
+    pub fn rate(self) -> Rate {
+        let rounds = self.rounds.max(1) as f64;
+        Rate { rounds: rounds / self.time.as_secs_f64(), seconds: self.nanos as f64 / 1e9 / rounds }
     }
 }
 

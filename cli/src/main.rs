@@ -18,6 +18,8 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrongly used; where ranks are started, that of the first that failed.
 
+#![forbid(unsafe_code)]
+
 mod act_two;
 mod bench;
 mod collective;

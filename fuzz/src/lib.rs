@@ -23,6 +23,8 @@
 //! | `sizes` | the command line | `wccl` |
 //! | `results` | files of `bench --peer-results` | `wccl bench --plot` |
 
+#![forbid(unsafe_code)]
+
 mod calls;
 mod choice;
 mod guest;

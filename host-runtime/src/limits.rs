@@ -50,6 +50,14 @@ pub const TABLE_ELEMENT: usize = 16;
 pub const CACHE_BYTES: u64 = 1 << 30;
 /// Stack of guest code.
 pub const GUEST_STACK: usize = 512 * 1024;
+/// Linear memories of an instance; together they have at most [`Limits::memory`].
+pub const MAX_MEMORIES: usize = 4;
+/// Tables of an instance.
+pub const MAX_TABLES: usize = 16;
+/// Core instances that an instance of a component is made of.
+pub const MAX_CORE_INSTANCES: usize = 16;
+/// Words of 64 bits of a CPU mask.
+pub const MASK_WORDS: usize = 16;
 /// Sentences kept for the failure an entry reports.
 pub const MAX_CAUSES: usize = 8;
 /// Bytes of one log line of a guest.
@@ -194,6 +202,157 @@ impl Default for Limits {
             plugin_names: 100_000,
             plugin_instances: 10_000,
             state: 1 << 20,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+
+    use super::*;
+
+    const BOOK: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/plugin-authors.md");
+    const BEGIN: &str = "the_limits_that_plugin_authors_read -->\n";
+    const END: &str = "<!-- End of what is written. -->";
+
+    /// `10,000`; small ones have no comma.
+    fn count(n: usize) -> String {
+        let digits = n.to_string();
+        if n < 10_000 {
+            return digits;
+        }
+        let groups: Vec<&str> = digits.as_bytes().rchunks(3).rev().map(|g| std::str::from_utf8(g).unwrap()).collect();
+        groups.join(",")
+    }
+
+    fn bytes(n: usize) -> String {
+        match n {
+            n if n >= 1 << 20 && n % (1 << 20) == 0 => format!("{} MiB", n >> 20),
+            n if n >= 512 << 10 && n % 1024 == 0 => format!("{} KiB", n >> 10),
+            n => count(n),
+        }
+    }
+
+    fn time(t: Duration) -> String {
+        if t.subsec_nanos() == 0 { format!("{} s", t.as_secs()) } else { format!("{} ms", t.as_millis()) }
+    }
+
+    /// The two tables. What a tenant has is taken apart whole: a new limit does not compile before it has its row.
+    fn tables() -> String {
+        let Limits {
+            memory,
+            memory_in_all,
+            table,
+            call,
+            wall,
+            entry,
+            hostcall_bytes,
+            communicators,
+            tasks,
+            sockets,
+            names,
+            objects,
+            log_rate,
+            restarts,
+            restart_window,
+            restart_pause,
+            plugin_bytes,
+            plugin_functions,
+            plugin_locals,
+            function_locals,
+            function_bytes,
+            plugin_names,
+            plugin_instances,
+            state,
+        } = Limits::default();
+        let rows = [
+            (
+                "plugin file *",
+                format!("{}, and {} whatever a policy says", bytes(plugin_bytes), bytes(MAX_PLUGIN_BYTES as usize)),
+            ),
+            ("functions of a plugin *", count(plugin_functions)),
+            (
+                "locals of a plugin's functions, and of one *",
+                format!("{}, {}", count(plugin_locals), count(function_locals)),
+            ),
+            ("body of one function *", bytes(function_bytes)),
+            ("imports and exports in a plugin *", count(plugin_names)),
+            ("instances a plugin is made of *", count(plugin_instances)),
+            ("linear memory of an instance *", format!("{}, at most {MAX_MEMORIES} memories", bytes(memory))),
+            ("linear memory and tables of all instances of a tenant *", bytes(memory_in_all)),
+            ("elements of a table *", format!("{}, at most {MAX_TABLES} tables", count(table))),
+            ("core instances that an instance is made of", count(MAX_CORE_INSTANCES)),
+            ("stack", bytes(GUEST_STACK)),
+            (
+                "guest time of one call *",
+                format!(
+                    "{} on a core; time inside host functions does not count, they have deadlines of their own",
+                    time(call)
+                ),
+            ),
+            ("time of one call in all, waits in host functions included *", time(wall)),
+            ("wait for another call of the same instance *", time(entry)),
+            ("time to free a communicator", time(FREE_PATIENCE)),
+            ("bytes one host call hands over in lists and strings *", bytes(hostcall_bytes)),
+            ("communicators of a tenant *", count(communicators)),
+            ("background tasks of a tenant *", count(tasks)),
+            ("sockets of a tenant, parked ones included *", count(sockets)),
+            ("names that a tenant publishes (`rendezvous`) *", count(names)),
+            ("other host objects of an instance *", count(objects)),
+            ("plan of a communicator (`export-state`) *", bytes(state)),
+            (
+                "log",
+                format!(
+                    "{} bytes a line; {} lines of a tenant in a second *",
+                    count(MAX_LOG_LINE),
+                    count(log_rate as usize)
+                ),
+            ),
+            ("sentences of one failure", count(MAX_CAUSES)),
+            ("stops before a plugin is not started again *", format!("{restarts} in {}", time(restart_window))),
+            (
+                "pause before it is *",
+                format!("{}, doubled with each stop, at most {}", time(restart_pause), time(MAX_RESTART_PAUSE)),
+            ),
+            ("ranks of a communicator on one server", count(hw_bridge::limits::MAX_LOCAL_RANKS)),
+            ("words of a CPU mask", count(MASK_WORDS)),
+        ];
+        let mut text = "Those marked * are one tenant's: its policy ([tenants.md](tenants.md)) or the embedding program (`Limits`) can set \
+                        them.\n\n| what | most |\n|---|---|\n"
+            .to_string();
+        for (what, most) in rows {
+            writeln!(text, "| {what} | {most} |").unwrap();
+        }
+        text += "\nA quota that is used up is NRT_RESOURCE with a sentence. Stack and time are traps. A memory or a table that may not \
+                 grow\nfails to grow, which most languages turn into a trap.\n\nWhile the process is stopped \
+                 (SIGSTOP, a debugger, a frozen control group) none of these times runs, nor does\n`clock.monotonic-ns`.\n\n### Byte lists\n\n\
+                 Bytes cross the boundary only here. The first row that fits counts.\n\n\
+                 | interface | function | bytes |\n|---|---|---|\n";
+        for (i, (interface, function, most)) in BYTE_LISTS.iter().enumerate() {
+            let function = match *function {
+                "*" if BYTE_LISTS[..i].iter().any(|row| row.0 == *interface) => "all others".to_string(),
+                "*" => "all".to_string(),
+                f => format!("`{f}`"),
+            };
+            writeln!(text, "| `{interface}` | {function} | {} |", bytes(*most as usize)).unwrap();
+        }
+        text
+    }
+
+    #[test]
+    fn the_limits_that_plugin_authors_read_are_those_of_the_code() {
+        let book = std::fs::read_to_string(BOOK).unwrap();
+        let (head, rest) = book.split_once(BEGIN).expect("the mark where the tables begin");
+        let (stands, tail) = rest.split_once(END).expect("the mark where they end");
+        let tables = tables();
+        if std::env::var_os("WCCL_WRITE_DOCS").is_some() {
+            std::fs::write(BOOK, format!("{head}{BEGIN}\n{tables}\n{END}{tail}")).unwrap();
+        } else {
+            assert!(
+                stands.trim() == tables.trim(),
+                "docs/plugin-authors.md does not say what limits.rs does; the comment before its tables tells how to write them anew"
+            );
         }
     }
 }

@@ -587,6 +587,7 @@ fn watch(stream: &UnixStream, pid: PeerPid) -> Result<OwnedFd, LinkError> {
 }
 
 #[cfg(test)]
+#[expect(unsafe_code, reason = "looks at bytes of both mappings")]
 mod tests {
     use super::*;
 

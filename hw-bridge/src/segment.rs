@@ -180,6 +180,7 @@ impl Segment {
 }
 
 #[cfg(test)]
+#[expect(unsafe_code, reason = "looks at bytes of the mapping")]
 mod tests {
     use super::*;
 

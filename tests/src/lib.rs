@@ -9,6 +9,8 @@
 //! | [`sentence`] | patterns for sentences that are expected |
 //! | [`zoo`] | plugins of every kind, good and hostile, made in milliseconds without a compiler |
 
+#![forbid(unsafe_code)]
+
 pub mod events;
 pub mod floats;
 pub mod port;

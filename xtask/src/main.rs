@@ -4,6 +4,8 @@
 //! here. Exit codes: 0 done, 1 failed, 2 not possible on this machine or wrongly called; programs that are started pass
 //! theirs on.
 
+#![forbid(unsafe_code)]
+
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fmt;

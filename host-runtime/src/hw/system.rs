@@ -15,14 +15,11 @@ use rustix::thread::CpuSet;
 
 use super::{Answer, Trap};
 use crate::bindings::neuron::hw::{affinity, clock, config, files, identity, log, pci, random};
-use crate::limits::byte_list;
+use crate::limits::{MASK_WORDS, byte_list};
 use crate::plugin::HostState;
 use crate::plugin::source::{NONBLOCK, contents};
 use crate::policy::listed;
 use crate::status::Status;
-
-/// Words of a CPU mask.
-const MASK_WORDS: usize = 16;
 
 /// Variables a plugin may read. Names beside this table are not granted, whatever the process environment holds.
 pub const GRANTED: &[&str] = &[

@@ -106,3 +106,63 @@ impl Drop for Ticking {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use wasmtime::Module;
+    use wasmtime::component::Component;
+
+    use super::*;
+
+    /// What docs/threat-model.md says is off, and rests on.
+    #[test]
+    fn what_is_off_is_refused() {
+        let engine = engine().unwrap();
+        let modules = [
+            ("memory64", "(module (memory i64 1))"),
+            ("shared memory", "(module (memory 1 1 shared))"),
+            ("pages of another size", "(module (memory 1 (pagesize 1)))"),
+            ("GC", "(module (type (struct (field i32))))"),
+            ("function references", "(module (type $f (func)) (func (param (ref $f))))"),
+            ("exceptions", "(module (tag $t) (func (throw $t)))"),
+            ("tail calls", "(module (func $f (return_call $f)))"),
+            ("stack switching", "(module (type $f (func)) (type (cont $f)))"),
+            (
+                "relaxed SIMD",
+                "(module (func (param v128 v128) (drop (i8x16.relaxed_swizzle (local.get 0) (local.get 1)))))",
+            ),
+            ("wide arithmetic", "(module (func (result i64 i64) (i64.mul_wide_u (i64.const 1) (i64.const 1))))"),
+        ];
+        for (what, text) in modules {
+            assert!(Module::new(engine, wat::parse_str(text).unwrap()).is_err(), "{what} is on");
+        }
+        Module::new(engine, wat::parse_str("(module (memory 1) (func $f (call $f)))").unwrap()).unwrap();
+        let components = [
+            ("streams", "(component (type (stream u8)))"),
+            ("futures", "(component (type (future u8)))"),
+            ("error contexts", "(component (type error-context))"),
+            ("lists of fixed length", "(component (type (list u8 4)))"),
+            ("maps", "(component (type (map string u32)))"),
+        ];
+        for (what, text) in components {
+            assert!(Component::new(engine, wat::parse_str(text).unwrap()).is_err(), "{what} are on");
+        }
+        Component::new(engine, wat::parse_str("(component (type (list u8)))").unwrap()).unwrap();
+    }
+
+    /// Its table of advisories was read for one version.
+    #[test]
+    fn the_threat_model_is_about_the_runtime_that_is_pinned() {
+        let file = |name: &str| std::fs::read_to_string(format!("{}/../{name}", env!("CARGO_MANIFEST_DIR"))).unwrap();
+        let (lock, model) = (file("Cargo.lock"), file("docs/threat-model.md"));
+        let pinned = |package: &str| {
+            let entry = lock.split_once(&format!("name = \"{package}\"\nversion = \"")).expect(package).1;
+            entry.split('"').next().unwrap().to_string()
+        };
+        let version = pinned("wasmtime");
+        assert_eq!(version, pinned("wasmtime-wasi"));
+        let said = format!("the lock file pins wasmtime and wasmtime-wasi {version}");
+        assert!(model.contains(&said), "docs/threat-model.md: read the advisories since, and say `{said}`");
+        assert!(!lock.contains("name = \"winch"), "the Winch compiler is compiled in");
+    }
+}

@@ -15,7 +15,7 @@ use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::Client;
 use crate::hw::rendezvous::Published;
 use crate::key::GroupKey;
-use crate::limits::{MAX_CAUSES, TABLE_ELEMENT, TICK};
+use crate::limits::{MAX_CAUSES, MAX_CORE_INSTANCES, MAX_MEMORIES, MAX_TABLES, TABLE_ELEMENT, TICK};
 use crate::plugin::throttle::on_core;
 use crate::plugin::{Grant, Library};
 use crate::status::Status;
@@ -432,15 +432,15 @@ impl ResourceLimiter for HostState {
     }
 
     fn instances(&self) -> usize {
-        16
+        MAX_CORE_INSTANCES
     }
 
     fn tables(&self) -> usize {
-        16
+        MAX_TABLES
     }
 
     fn memories(&self) -> usize {
-        4
+        MAX_MEMORIES
     }
 }
 

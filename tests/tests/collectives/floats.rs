@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU16, Ordering};
 
+use super::exact::scalar::{Codec, reduced};
 use crate::common::ranks::spawn;
 use crate::common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Io, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::reduce::{reduce_scaled_slices, reduce_slices};
-use super::exact::scalar::{Codec, reduced};
 use tests::floats::{self, Digest};
 
 /// A meeting place that nobody else has: loopback addresses are many, and this process's number is in it.
