@@ -27,7 +27,7 @@ Examples:
   wccl bench --tune wccl.table --tune-ranks 2,4 -b 8 -e 64M -f 4 allreduce allgather
   wccl bench --explain -b 8 -e 64M -f 8 allreduce
 
-Sizes are bytes of the larger of one rank's buffers, as in nccl-tests; K, M and G are powers of 1024; in the table, GB is 10^9 bytes. \
+Sizes are bytes of the larger of one rank's buffers, as in nccl-tests; K, M, G and T are powers of 1024; in the table, GB is 10^9 bytes. \
 Times are the slowest rank's mean over the timed calls, which follow one another without a barrier.
 Exit code: 0 if every element was right (or -c 0), else 1.";
 
@@ -170,6 +170,14 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
         root: args.root as usize,
         in_place: args.in_place,
     };
+    let memories: Vec<Memory> = match args.tune.file() {
+        Some(_) => args.tune.memories().to_vec(),
+        None if args.explain => Vec::new(),
+        None => vec![args.buffers],
+    };
+    let largest = if args.peer.is_wanted() { args.peer.largest() } else { args.maxbytes };
+    let most = args.tune.most_ranks().unwrap_or(args.ranks.ranks);
+    room(largest, most, &memories).map_err(anyhow::Error::msg)?;
     if let Some(file) = args.tune.file() {
         let job = tune::Job {
             sweep,
@@ -208,6 +216,24 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     };
     worker::launch(&args.ranks, &job, log)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether `n` ranks can have their buffers for cases of up to `bytes`: what all of them count fits in 63 bits, and what lies in
+/// private memory is there to be had.
+///
+/// # Errors
+/// A sentence that says what is needed and what there is.
+fn room(bytes: u64, n: u64, memories: &[Memory]) -> Result<(), String> {
+    let of = |b: u64| format!("{} for each of {n} rank{}", size::short(b), if n == 1 { "" } else { "s" });
+    let all = bytes.checked_add(collective::RIM).and_then(|b| b.checked_mul(2 * n)).filter(|b| *b <= i64::MAX as u64);
+    let all = all.ok_or_else(|| format!("{} is more than 2^63 bytes in all; ask for less", of(bytes)))?;
+    match hw_bridge::exhausted::memory_left() {
+        Some((left, who)) if memories.contains(&Memory::Host) && all > left => Err(format!(
+            "{} in host memory, an input and an output, are {all} bytes in all, and {left} {who}; ask for less by -e or -r",
+            of(bytes)
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// One rank.
@@ -342,4 +368,24 @@ fn draw(path: &Path, job: &Job, n: usize, rows: &[Row]) -> anyhow::Result<()> {
     );
     let panels = plot::panels(&format!("this run, {}", job.memory.name()), measured, &others);
     plot::write_whole(path, &plot::page(&format!("wccl: bus bandwidth on {n} ranks"), &about, &panels))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_is_what_all_ranks_need_together() {
+        assert_eq!(room(32 << 20, 1, &[Memory::Hbm, Memory::Host]), Ok(()));
+        // Address space of the device is the runtime's to refuse.
+        assert_eq!(room(10 << 40, 4, &[Memory::Hbm]), Ok(()));
+        let e = room(10 << 40, 4, &[Memory::Host]).unwrap_err();
+        assert!(
+            e.starts_with("10T for each of 4 ranks in host memory") && e.contains("are 87960930222592 bytes"),
+            "{e}"
+        );
+        for (bytes, n) in [(u64::MAX, 1), (u64::MAX / 2, 2), (1 << 58, 64)] {
+            assert!(room(bytes, n, &[]).unwrap_err().contains("more than 2^63 bytes in all"), "{bytes} on {n}");
+        }
+    }
 }

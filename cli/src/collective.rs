@@ -12,6 +12,7 @@ use crate::reference::{Pattern, Tile, wrong_elements};
 pub const RIM: u64 = 64;
 /// What an output holds before a checked call.
 const UNTOUCHED: u8 = 0xA5;
+const ENOMEM: i32 = 12;
 /// Bytes moved at a time between device memory and the check.
 const CHUNK: usize = 64 * 1024;
 
@@ -174,7 +175,12 @@ impl Mem {
             Memory::Host => {
                 let wanted = usize::try_from(bytes).ok().and_then(|b| b.checked_add(4096));
                 let wanted = wanted.with_context(|| format!("{bytes} bytes are more than memory can be"))?;
-                let v = vec![0u8; wanted];
+                let mut v = Vec::new();
+                if v.try_reserve_exact(wanted).is_err() {
+                    let limit = hw_bridge::exhausted::limit_behind(&std::io::Error::from_raw_os_error(ENOMEM));
+                    anyhow::bail!("{bytes} bytes of host memory cannot be had{limit}");
+                }
+                v.resize(wanted, 0u8);
                 let at = v.as_ptr().align_offset(4096).min(4096);
                 Mem::Host(v, at)
             }

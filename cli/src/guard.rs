@@ -1,133 +1,471 @@
-//! Ends the processes of a launcher that is gone, however it went: signal, crash, SIGKILL.
+//! The process between a launcher and its ranks: it starts them, says how they end, and ends all they ever started, also when
+//! the launcher is gone, however it went: signal, crash, SIGKILL.
 //!
-//! The guard is a process beside the launcher's children, in a process group of its own so that Ctrl-C at the terminal does
-//! not reach it. The launcher writes the id of each child to its stdin, one a line, and waits for one byte of answer; the
-//! guard has opened a pidfd by then, so a number that is used again later is no danger. When its stdin ends, the launcher
-//! is gone or done, and whatever still runs is ended: SIGTERM, and SIGKILL two seconds later.
+//! ```text
+//! launcher ── guard ─┬─ rank 0 ── what it starts …
+//!                    ├─ rank 1
+//!                    └─ what has lost its parent
+//! ```
 //!
-//! Not covered: processes that a child started and that outlive it, and the guard's own death by SIGKILL.
+//! The guard is a subreaper: a process below it that loses its parent becomes the guard's child, in whatever session or
+//! process group it is. So [`tree::below`] is all that is left of a job, and nothing else. Orders and the ranks' own stdin,
+//! stdout and stderr come over a socket, the guard's stdin; its end means that the launcher is gone.
+//!
+//! The end: ranks are asked by a signal and have the grace; when they are gone, what they left is asked by SIGTERM; at the
+//! end of the grace all gets SIGKILL, until nothing is below. Stopped processes are continued, so that they hear it.
+//!
+//! Ranks stay in the process group of the launcher, so that keys at the terminal reach them and rank 0 can read from it.
+//! The guard leaves that group once all are started: what ends a whole group does not end it.
+//!
+//! If the guard itself is killed, the kernel kills the ranks (`PR_SET_PDEATHSIG`), and what they had started comes to the
+//! launcher, a subreaper too, which kills it. Not covered: guard and launcher killed at once, and processes that some rank
+//! started with other rights than this user's.
 
-use std::io::{BufRead, Read, Write};
-use std::os::fd::OwnedFd;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
+use host_runtime::message::{MessageError, receive, send};
+use hw_bridge::signals::{Signals, dies_with_parent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, setpgid, wait};
+use serde::{Deserialize, Serialize};
 
-/// Between SIGTERM and SIGKILL.
-const GRACE: Duration = Duration::from_secs(2);
+use crate::tree;
 
-/// A descriptor that stands for process `pid`, which has not been waited for.
-///
-/// # Errors
-/// Those of the kernel; the process is gone, or there are too many descriptors.
-pub fn open(pid: u32) -> std::io::Result<OwnedFd> {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    let pid = pid.ok_or_else(|| std::io::Error::other("a process id out of range"))?;
-    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+/// How long the other side of the socket may take to read or to finish what it began to say.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long starting a program may take; its file may lie far away.
+const START: Duration = Duration::from_secs(120);
+/// How long ranks may take to stop by themselves before they are stopped.
+const STOP: Duration = Duration::from_millis(500);
+/// How often one looks whether what ranks left has ended: its ends do not all come to the guard.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Signals that are handed on to the ranks.
+pub const HANDED_ON: [Signal; 9] = [
+    Signal::INT,
+    Signal::TERM,
+    Signal::QUIT,
+    Signal::HUP,
+    Signal::USR1,
+    Signal::USR2,
+    Signal::WINCH,
+    Signal::TSTP,
+    Signal::CONT,
+];
+
+/// What the launcher asks for. Signals are numbers.
+#[derive(Debug, Serialize, Deserialize)]
+enum Order {
+    /// Start a rank; its stdin, stdout and stderr come beside. Answered by `Started` or `NotStarted`.
+    Start { rank: usize },
+    /// All are started.
+    All,
+    /// Send this to every rank.
+    Signal(i32),
+    /// Stop the ranks, or, if they have the signal already, wait until they have stopped. Answered by `Stopped`.
+    Stop { send: bool },
+    /// End all, and begin with this signal to the ranks, if they do not have it already. Answered by `Done`.
+    End { signal: Option<i32> },
+    /// The grace is over.
+    Kill,
 }
 
-/// Waits until one of the processes has ended or the time is over; says which have ended.
-///
-/// # Errors
-/// Those of poll.
-pub fn wait(processes: &[&OwnedFd], most: Option<Duration>) -> std::io::Result<Vec<bool>> {
-    let mut fds: Vec<PollFd<'_>> = processes.iter().map(|p| PollFd::new(*p, PollFlags::IN)).collect();
-    let deadline = most.map(|m| Instant::now() + m);
-    loop {
-        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-        let left = left.map(|l| Timespec { tv_sec: l.as_secs() as i64, tv_nsec: i64::from(l.subsec_nanos()) });
-        match poll(&mut fds, left.as_ref()) {
-            Ok(_) => return Ok(fds.iter().map(|f| !f.revents().is_empty()).collect()),
-            Err(rustix::io::Errno::INTR) => {}
-            Err(e) => return Err(e.into()),
-        }
-    }
+/// What the guard says.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Event {
+    /// The rank runs.
+    Started {
+        /// Its process.
+        pid: i32,
+    },
+    /// The program could not be started.
+    NotStarted {
+        /// The kernel's number, 0 if there is none.
+        code: i32,
+        /// What went wrong.
+        why: String,
+    },
+    /// Ranks have ended.
+    Ended(Vec<Ended>),
+    /// The ranks have stopped.
+    Stopped,
+    /// Nothing is left of the job, but for what cannot be ended.
+    Done {
+        /// Some did not end within the grace and were killed.
+        forced: bool,
+        /// Processes that cannot be ended.
+        left: Vec<i32>,
+        /// Why only the ranks themselves were looked after, if so.
+        blind: Option<String>,
+    },
 }
 
-/// Ends the processes: SIGTERM, and SIGKILL for those that still run after two seconds.
-pub fn end(processes: &[&OwnedFd]) {
-    for p in processes {
-        // A process that has ended meanwhile is what is wanted.
-        let _ = pidfd_send_signal(p, Signal::TERM);
-    }
-    let deadline = Instant::now() + GRACE;
-    let mut left = processes.to_vec();
-    while !left.is_empty() && Instant::now() < deadline {
-        let Ok(ended) = wait(&left, Some(deadline.saturating_duration_since(Instant::now()))) else { break };
-        let mut ended = ended.iter();
-        left.retain(|_| ended.next() != Some(&true));
-    }
-    for p in left {
-        let _ = pidfd_send_signal(p, Signal::KILL);
-    }
+/// How a rank ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ended {
+    /// Which.
+    pub rank: usize,
+    /// Its process.
+    pub pid: i32,
+    /// As the kernel says it to a parent.
+    pub status: i32,
 }
 
 /// The launcher's side.
 #[derive(Debug)]
 pub struct Guard {
-    process: Child,
-    to: Option<ChildStdin>,
-    from: ChildStdout,
+    pid: u32,
+    stream: UnixStream,
 }
 
 impl Guard {
-    /// Starts a guard.
+    /// Starts a guard of ranks that run `program` with `args`, in an environment with `vars`.
     ///
     /// # Errors
     /// This program cannot be started again.
-    pub fn start() -> anyhow::Result<Guard> {
+    pub fn start(
+        program: &OsString,
+        args: &[OsString],
+        vars: &[(&str, OsString)],
+        grace: Duration,
+    ) -> anyhow::Result<Guard> {
         let exe = std::env::current_exe().context("finding this program's file")?;
-        let mut process = Command::new(exe)
-            .arg("__guard")
-            .env_remove("WCCL_LOG")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .process_group(0)
-            .spawn()
-            .context("starting the process that guards the ranks")?;
-        let (Some(to), Some(from)) = (process.stdin.take(), process.stdout.take()) else {
-            anyhow::bail!("the process that guards the ranks has no pipes");
-        };
-        Ok(Guard { process, to: Some(to), from })
+        let (stream, far) = UnixStream::pair().context("making a socket to the process that guards the ranks")?;
+        let mut command = Command::new(exe);
+        command.args(["__guard", "--grace", &grace.as_secs_f64().to_string(), "--"]).arg(program).args(args);
+        command.envs(vars.iter().map(|(k, v)| (*k, v))).stdin(OwnedFd::from(far)).stdout(Stdio::null());
+        let child = command.spawn().context("starting the process that guards the ranks")?;
+        Ok(Guard { pid: child.id(), stream })
     }
 
-    /// Puts a process under guard; it must not have been waited for.
+    /// Its process. The end of it is the caller's to wait for.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// What to poll for events.
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    fn order(&self, order: &Order, fds: &[BorrowedFd<'_>]) -> anyhow::Result<()> {
+        send(&self.stream, order, fds, Instant::now() + PATIENCE).with_context(|| self.about())
+    }
+
+    fn about(&self) -> String {
+        format!("the process that guards the ranks (pid {}) does not answer", self.pid)
+    }
+
+    /// What it says next.
+    ///
+    /// # Errors
+    /// It says nothing for long, or is gone.
+    pub fn event(&self) -> anyhow::Result<Event> {
+        receive(&self.stream, 0, Instant::now() + START).map(|(e, _)| e).with_context(|| self.about())
+    }
+
+    /// Orders the start of a rank, which [`event`](Guard::event) reports.
+    ///
+    /// # Errors
+    /// The guard is gone; so for all orders.
+    pub fn start_rank(&self, rank: usize, stdio: [BorrowedFd<'_>; 3]) -> anyhow::Result<()> {
+        self.order(&Order::Start { rank }, &stdio)
+    }
+
+    /// Says that all ranks were started.
     ///
     /// # Errors
     /// The guard is gone.
-    pub fn add(&mut self, pid: u32) -> anyhow::Result<()> {
-        let answered =
-            self.to.as_mut().is_some_and(|to| writeln!(to, "{pid}").is_ok()) && self.from.read_exact(&mut [0]).is_ok();
-        anyhow::ensure!(answered, "the process that guards the ranks (pid {}) is gone", self.process.id());
-        Ok(())
+    pub fn all_started(&self) -> anyhow::Result<()> {
+        self.order(&Order::All, &[])
+    }
+
+    /// Sends a signal to every rank.
+    ///
+    /// # Errors
+    /// The guard is gone.
+    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
+        self.order(&Order::Signal(signal.as_raw()), &[])
+    }
+
+    /// Stops the ranks; `send` false: they have SIGTSTP already.
+    ///
+    /// # Errors
+    /// The guard is gone.
+    pub fn stop(&self, send: bool) -> anyhow::Result<()> {
+        self.order(&Order::Stop { send }, &[])
+    }
+
+    /// Begins the end of all. `None`: the ranks have a signal already.
+    ///
+    /// # Errors
+    /// The guard is gone.
+    pub fn end(&self, signal: Option<Signal>) -> anyhow::Result<()> {
+        self.order(&Order::End { signal: signal.map(Signal::as_raw) }, &[])
+    }
+
+    /// Ends the grace.
+    ///
+    /// # Errors
+    /// The guard is gone.
+    pub fn kill(&self) -> anyhow::Result<()> {
+        self.order(&Order::Kill, &[])
     }
 }
 
-impl Drop for Guard {
-    fn drop(&mut self) {
-        self.to = None;
-        // It ends by itself when its stdin does; its exit code says nothing.
-        let _ = self.process.wait();
+/// Arguments of the hidden subcommand.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Seconds between the first request to end and SIGKILL.
+    #[arg(long, value_parser = crate::run::seconds)]
+    grace: Duration,
+    /// What a rank is.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    program: Vec<OsString>,
+}
+
+/// A rank that runs.
+struct Rank {
+    rank: usize,
+    pid: Pid,
+    stopped: bool,
+}
+
+/// The end has begun.
+struct Ending {
+    /// When SIGKILL comes.
+    until: Instant,
+    /// What of that which the ranks left was asked to end. A shell that was about to start a program may not have heard it.
+    asked: HashSet<(i32, u64, String)>,
+    forced: bool,
+}
+
+/// The guard's side.
+struct Below {
+    program: Vec<OsString>,
+    grace: Duration,
+    running: Vec<Rank>,
+    /// When ranks that have not stopped by themselves are stopped.
+    stopping: Option<Instant>,
+    ending: Option<Ending>,
+}
+
+impl Below {
+    fn start(&mut self, rank: usize, stdio: Vec<OwnedFd>) -> anyhow::Result<i32> {
+        let (program, args) = self.program.split_first().context("no program")?;
+        let [stdin, stdout, stderr] = <[OwnedFd; 3]>::try_from(stdio).ok().context("a rank without stdin or output")?;
+        let mut command = Command::new(program);
+        command.args(args).env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        command.stdin(stdin).stdout(stdout).stderr(stderr);
+        // Tied to this thread, the only one, which lives as long as the guard.
+        dies_with_parent(&mut command);
+        let pid = command.spawn()?.id() as i32;
+        self.running.push(Rank {
+            rank,
+            pid: Pid::from_raw(pid).context("a process without a number")?,
+            stopped: false,
+        });
+        Ok(pid)
+    }
+
+    /// To ranks that have not been waited for, so that the number is theirs.
+    fn send(&self, signal: i32) {
+        if let Some(s) = Signal::from_named_raw(signal) {
+            for r in &self.running {
+                // One that has ended meanwhile needs none.
+                let _ = kill_process(r.pid, s);
+            }
+        }
+    }
+
+    fn end(&mut self, signal: Option<i32>) {
+        if let Some(signal) = signal {
+            self.send(signal);
+        }
+        self.send(Signal::CONT.as_raw());
+        let now = Instant::now();
+        let until = now.checked_add(self.grace).unwrap_or(now);
+        self.ending.get_or_insert(Ending { until, asked: HashSet::new(), forced: false });
+        self.stopping = None;
+    }
+
+    /// Takes note of what has ended or stopped; answers the ranks that have ended.
+    fn reap(&mut self) -> Vec<Ended> {
+        let mut ended = Vec::new();
+        // No children at all is an error, and means the same as none that has changed.
+        while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG | WaitOptions::UNTRACED | WaitOptions::CONTINUED) {
+            let Some(i) = self.running.iter().position(|r| r.pid == pid) else { continue };
+            if status.stopped() || status.continued() {
+                self.running[i].stopped = status.stopped();
+            } else {
+                let rank = self.running.remove(i).rank;
+                ended.push(Ended { rank, pid: pid.as_raw_nonzero().get(), status: status.as_raw() });
+            }
+        }
+        ended
+    }
+
+    /// Whether the ranks have stopped, after they were to.
+    fn stopped(&mut self) -> bool {
+        let Some(until) = self.stopping else { return false };
+        let late = Instant::now() >= until;
+        if !late && self.running.iter().any(|r| !r.stopped) {
+            return false;
+        }
+        for r in self.running.iter().filter(|r| !r.stopped) {
+            let _ = kill_process(r.pid, Signal::STOP);
+        }
+        self.stopping = None;
+        true
+    }
+
+    /// Goes on with the end; the event when it is done.
+    fn finish(&mut self) -> Option<Event> {
+        let ending = self.ending.as_mut()?;
+        let now = Instant::now();
+        let late = now >= ending.until;
+        if !late && !self.running.is_empty() {
+            return None;
+        }
+        let (left, blind) = match tree::below() {
+            Ok(left) => (left, None),
+            Err(e) => (Vec::new(), Some(format!("{e:#}"))),
+        };
+        let nothing = left.is_empty() && self.running.is_empty();
+        if nothing || now >= ending.until + tree::GONE {
+            let left = left.iter().map(|p| p.pid).collect();
+            return Some(Event::Done { forced: ending.forced, left, blind });
+        }
+        if late {
+            ending.forced = true;
+            for p in &left {
+                p.send(Signal::KILL);
+            }
+            // Also where /proc does not show them.
+            self.send(Signal::KILL.as_raw());
+        } else {
+            for p in left {
+                if !ending.asked.contains(&p.identity) {
+                    p.send(Signal::TERM);
+                    p.send(Signal::CONT);
+                    ending.asked.insert(p.identity);
+                }
+            }
+        }
+        None
+    }
+
+    /// When to look again if nothing happens.
+    fn next_look(&self) -> Option<Duration> {
+        let now = Instant::now();
+        let ending = self.ending.as_ref().map(|e| match e.until.saturating_duration_since(now) {
+            Duration::ZERO => tree::LOOK,
+            left if self.running.is_empty() => left.min(LOOK),
+            left => left,
+        });
+        let stopping = self.stopping.map(|s| s.saturating_duration_since(now));
+        ending.into_iter().chain(stopping).min()
+    }
+
+    /// Follows one order; the answer, if it has one at once.
+    fn follow(&mut self, order: Order, fds: Vec<OwnedFd>) -> Option<Event> {
+        match order {
+            Order::Start { rank } => {
+                return Some(match self.start(rank, fds) {
+                    Ok(pid) => Event::Started { pid },
+                    Err(e) => {
+                        let code = e.downcast_ref::<std::io::Error>().and_then(|e| e.raw_os_error()).unwrap_or(0);
+                        Event::NotStarted { code, why: format!("{e:#}") }
+                    }
+                });
+            }
+            // A group of its own; if the kernel does not give it one, the guard is in the launcher's.
+            Order::All => {
+                let _ = setpgid(None, None);
+            }
+            Order::Signal(signal) => {
+                if signal == Signal::CONT.as_raw() {
+                    self.stopping = None;
+                }
+                self.send(signal);
+            }
+            Order::Stop { send } => {
+                if send {
+                    self.send(Signal::TSTP.as_raw());
+                }
+                self.stopping = Some(Instant::now() + STOP);
+            }
+            Order::End { signal } => self.end(signal),
+            Order::Kill => {
+                self.end(None);
+                if let Some(ending) = &mut self.ending {
+                    ending.until = ending.until.min(Instant::now());
+                }
+            }
+        }
+        None
     }
 }
 
-/// The guard's side: the hidden subcommand.
-pub fn serve() -> anyhow::Result<ExitCode> {
-    let mut processes = Vec::new();
-    let mut out = std::io::stdout();
-    for line in std::io::stdin().lock().lines() {
-        let Ok(line) = line else { break };
-        if let Some(p) = line.trim().parse().ok().and_then(|pid| open(pid).ok()) {
-            processes.push(p);
+/// The hidden subcommand.
+///
+/// # Errors
+/// It was not started by a launcher, or the kernel refuses what a guard needs.
+pub fn serve(args: &Args) -> anyhow::Result<ExitCode> {
+    // What is sent to all of a terminal or a container is the launcher's to hear.
+    let taken: Vec<Signal> = HANDED_ON.into_iter().chain([Signal::CHILD]).collect();
+    let signals = Signals::take(&taken).context("taking signals over")?;
+    set_child_subreaper(Some(getpid())).context("becoming the parent of processes that lose theirs")?;
+    let stdin = std::io::stdin().as_fd().try_clone_to_owned().context("taking the launcher's socket")?;
+    ensure!(rustix::net::sockopt::socket_type(&stdin).is_ok(), "the guard is started by wccl itself");
+    let stream = UnixStream::from(stdin);
+    let (program, grace) = (args.program.clone(), args.grace);
+    let mut below = Below { program, grace, running: Vec::new(), stopping: None, ending: None };
+    let mut launcher = Some(stream);
+    loop {
+        let look = below.next_look();
+        let look = look.map(|l| Timespec { tv_sec: l.as_secs() as i64, tv_nsec: i64::from(l.subsec_nanos()) });
+        let mut fds = vec![PollFd::new(&signals, PollFlags::IN)];
+        fds.extend(launcher.as_ref().map(|l| PollFd::new(l, PollFlags::IN)));
+        match poll(&mut fds, look.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e).context("waiting for the ranks"),
         }
-        if out.write_all(b".").and_then(|()| out.flush()).is_err() {
-            break;
+        let ordered = fds.get(1).is_some_and(|f| !f.revents().is_empty());
+        while signals.next().context("reading signals")?.is_some() {}
+        let mut events = Vec::new();
+        let ended = below.reap();
+        if !ended.is_empty() {
+            events.push(Event::Ended(ended));
+        }
+        let mut gone = false;
+        if ordered && let Some(stream) = &launcher {
+            match receive(stream, 3, Instant::now() + PATIENCE) {
+                Ok((order, fds)) => events.extend(below.follow(order, fds)),
+                Err(_) => gone = true,
+            }
+        }
+        if below.stopped() {
+            events.push(Event::Stopped);
+        }
+        let done = below.finish();
+        let last = done.is_some();
+        for event in events.iter().chain(&done) {
+            let told = |l: &UnixStream| -> Result<(), MessageError> { send(l, event, &[], Instant::now() + PATIENCE) };
+            gone |= launcher.as_ref().is_some_and(|l| told(l).is_err());
+        }
+        if last {
+            return Ok(ExitCode::SUCCESS);
+        }
+        if gone {
+            launcher = None;
+            below.end(Some(Signal::TERM.as_raw()));
         }
     }
-    end(&processes.iter().collect::<Vec<_>>());
-    Ok(ExitCode::SUCCESS)
 }

@@ -1,27 +1,35 @@
 //! A group of processes on this machine, one a rank: started, watched, and ended together.
 //!
-//! The first rank that fails ends all others, and is named. If the launcher itself goes, by whatever way, the
-//! [`guard`](crate::guard) ends what it started.
+//! The first rank that fails ends all others, and is named. The [`guard`](crate::guard) is the parent of the ranks; it ends all
+//! that they started, also if this process goes, by whatever way.
+//!
+//! Signals to this process are the ranks': INT, TERM and QUIT are handed on and begin the end, the others are handed on and that is
+//! all. Those that the kernel sends for a key at the terminal have reached the ranks, which are in the same process group.
+//! What was ignored at the start (`nohup`) stays ignored.
 
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use hw_bridge::control_group::{Groups, Kills};
+use hw_bridge::signals::{Signals, is_ignored};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 
-use crate::guard::{self, Guard};
+use crate::guard::{Ended, Event, Guard, HANDED_ON};
+use crate::output::Printing;
+use crate::tree;
 
-/// Bytes after which an unfinished line of a tagged rank is printed as it is.
-const MAX_LINE: u64 = 64 * 1024;
-/// How long the other ranks may go on when one has failed: to say what they saw of it.
+/// Between the first request to end and SIGKILL, unless the user says otherwise.
+pub const GRACE: Duration = Duration::from_secs(30);
+/// How long the other ranks may go on when one has failed: to say what they saw of it, and to write flight records.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// How long output of ranks that have ended is waited for: a grandchild may hold the pipe.
-const LAST_OUTPUT: Duration = Duration::from_secs(1);
+/// After so long a second Ctrl-C means that the user does not want to wait: some tools send one signal twice at once.
+const AGAIN: Duration = Duration::from_millis(500);
 
 /// What to start.
 #[derive(Debug)]
@@ -38,77 +46,375 @@ pub struct Group {
     pub tag: bool,
     /// Rank 0 reads this program's stdin; the others read nothing.
     pub stdin: bool,
+    /// What ranks, and what they started, have to end in before they are killed.
+    pub grace: Duration,
 }
 
-struct Rank {
-    rank: usize,
-    child: Child,
-    handle: OwnedFd,
+/// A rank failed: the exit code that says so, and the sentence.
+#[derive(Debug)]
+pub struct Failed {
+    /// The rank's exit code, or 128 and the signal that ended it.
+    pub code: u8,
+    what: String,
 }
 
-/// Ends what still runs, also when starting the group fails half-way.
-struct Running {
-    ranks: Vec<Rank>,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        guard::end(&self.ranks.iter().map(|r| &r.handle).collect::<Vec<_>>());
-        for r in &mut self.ranks {
-            // It was sent SIGKILL at the latest; waiting only takes it off the process table.
-            let _ = r.child.wait();
-        }
+impl std::fmt::Display for Failed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.what)
     }
 }
+
+impl std::error::Error for Failed {}
+
+/// This program was asked to end by a signal, and has ended its ranks.
+#[derive(Debug)]
+pub struct Interrupted {
+    /// Which.
+    pub signal: Signal,
+    what: Option<String>,
+}
+
+impl Interrupted {
+    /// What there is to say beside it.
+    pub fn said(&self) -> Option<&str> {
+        self.what.as_deref()
+    }
+}
+
+impl std::fmt::Display for Interrupted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ended by {}", name(self.signal.as_raw()))
+    }
+}
+
+impl std::error::Error for Interrupted {}
 
 impl Group {
     /// Runs the group to its end.
     ///
     /// # Errors
-    /// The program cannot be started, or a rank failed: the sentence names it.
+    /// The program cannot be started; a rank failed ([`Failed`]: the sentence names it); a signal ended it ([`Interrupted`]).
     pub fn run(&self) -> anyhow::Result<()> {
-        let vars = group_variables(self.ranks)?;
-        let mut guard = Guard::start()?;
-        let (done, output) = channel::<()>();
-        let mut running = Running { ranks: Vec::with_capacity(self.ranks) };
-        for rank in 0..self.ranks {
-            let r = self.spawn(rank, &vars, &done)?;
-            guard.add(r.child.id())?;
-            running.ranks.push(r);
-        }
-        drop(done);
-        let result = watch(&mut running, self.ranks);
-        drop(running);
-        drain(&output);
-        result
+        let taken: Vec<Signal> = HANDED_ON.into_iter().filter(|s| !is_ignored(*s)).chain([Signal::CHILD]).collect();
+        // Before the threads that print.
+        let signals = Signals::take(&taken).context("taking signals over")?;
+        let ended = self.run_with(&signals);
+        signals.give_back().context("giving signals back")?;
+        ended
     }
 
-    fn spawn(&self, rank: usize, vars: &[(&str, OsString)], done: &Sender<()>) -> anyhow::Result<Rank> {
-        let name = self.program.to_string_lossy();
-        let mut command = Command::new(&self.program);
-        command.args(&self.args).envs(vars.iter().map(|(k, v)| (*k, v))).envs(self.vars.iter().map(|(k, v)| (*k, v)));
-        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
-        command.stdin(if self.stdin && rank == 0 { Stdio::inherit() } else { Stdio::null() });
-        if self.tag {
-            command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        }
-        let mut child = command.spawn().with_context(|| format!("starting {name} as rank {rank}"))?;
-        let handle = match guard::open(child.id()) {
-            Ok(h) => h,
-            Err(e) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(e)
-                    .with_context(|| format!("watching the process of rank {rank} (needs Linux 5.3, see ulimit -n)"));
-            }
+    fn run_with(&self, signals: &Signals) -> anyhow::Result<()> {
+        // If the guard is killed, what is left of the ranks comes here.
+        set_child_subreaper(Some(getpid())).context("becoming the parent of processes that lose theirs")?;
+        let mut vars = group_variables(self.ranks)?;
+        vars.extend(self.vars.iter().cloned());
+        let guard = Guard::start(&self.program, &self.args, &vars, self.grace)?;
+        let mut watch = Watch {
+            group: self,
+            signals,
+            guard,
+            guard_ended: false,
+            running: 0,
+            failed: None,
+            asked: None,
+            ending: false,
+            suspends: false,
+            done: None,
+            kills: Groups::own().kills(),
         };
-        if let Some(out) = child.stdout.take() {
-            forward(rank, out, std::io::stdout(), done.clone())?;
+        let begun = watch.start_all();
+        let mut printing = None;
+        let ran = begun.and_then(|(printed, early)| {
+            printing = printed;
+            watch.run(early)
+        });
+        // Also if not all could be started.
+        let ended = watch.end();
+        if let Some(p) = &mut printing {
+            p.job_is_over();
+            watch.until_printed(p)?;
         }
-        if let Some(err) = child.stderr.take() {
-            forward(rank, err, std::io::stderr(), done.clone())?;
+        ran.and(ended)?;
+        watch.verdict()
+    }
+}
+
+/// One run of a group.
+struct Watch<'a> {
+    group: &'a Group,
+    signals: &'a Signals,
+    guard: Guard,
+    /// It was waited for.
+    guard_ended: bool,
+    /// Ranks that run.
+    running: usize,
+    /// The rank that failed first, and how many others ran when they were ended.
+    failed: Option<(Ended, usize)>,
+    /// The signal that asked this process to end, and when.
+    asked: Option<(Signal, Instant)>,
+    /// The guard was told to end all.
+    ending: bool,
+    /// This process stops when the ranks have.
+    suspends: bool,
+    /// What the guard said last.
+    done: Option<Event>,
+    /// What the kernel had killed for want of memory when the group started.
+    kills: Kills,
+}
+
+impl Watch<'_> {
+    /// Starts the ranks; answers who prints what they write, and the ranks that have ended meanwhile.
+    fn start_all(&mut self) -> anyhow::Result<(Option<Printing>, Vec<Ended>)> {
+        let nothing = std::fs::File::open("/dev/null").context("opening /dev/null")?;
+        let (mut outs, mut errs, mut early) = (Vec::new(), Vec::new(), Vec::new());
+        let program = self.group.program.to_string_lossy();
+        for rank in 0..self.group.ranks {
+            let (stdin, stdout, stderr) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
+            let stdin = if self.group.stdin && rank == 0 { stdin.as_fd() } else { nothing.as_fd() };
+            if self.group.tag {
+                let pipe =
+                    || std::io::pipe().with_context(|| format!("making the pipes of rank {rank} (see ulimit -n)"));
+                let ((out, stdout), (err, stderr)) = (pipe()?, pipe()?);
+                self.guard.start_rank(rank, [stdin, stdout.as_fd(), stderr.as_fd()])?;
+                outs.push(out);
+                errs.push(err);
+            } else {
+                self.guard.start_rank(rank, [stdin, stdout.as_fd(), stderr.as_fd()])?;
+            }
+            loop {
+                match self.guard.event()? {
+                    Event::Started { .. } => break self.running += 1,
+                    Event::Ended(ended) => {
+                        self.running -= ended.len();
+                        early.extend(ended);
+                    }
+                    Event::NotStarted { code, why } => {
+                        let why = match code {
+                            0 => anyhow::Error::msg(why),
+                            code => std::io::Error::from_raw_os_error(code).into(),
+                        };
+                        return Err(why.context(format!("starting {program} as rank {rank}")));
+                    }
+                    other => bail!("the process that guards the ranks said {other:?} while they were started"),
+                }
+            }
         }
-        Ok(Rank { rank, child, handle })
+        self.guard.all_started()?;
+        let printing = self.group.tag.then(|| Printing::start(outs, errs)).transpose()?;
+        Ok((printing, early))
+    }
+
+    /// Waits until all ranks have ended.
+    fn run(&mut self, early: Vec<Ended>) -> anyhow::Result<()> {
+        let mut last_words = None;
+        self.note(early, &mut last_words);
+        while self.running > 0 {
+            let now = Instant::now();
+            if last_words.is_some_and(|until| now >= until) && !self.ending {
+                break;
+            }
+            let left = last_words.filter(|_| !self.ending).map(|until: Instant| until.saturating_duration_since(now));
+            let Some(ended) = self.step(left)? else { break };
+            self.note(ended, &mut last_words);
+        }
+        Ok(())
+    }
+
+    /// Takes note of ranks that have ended.
+    fn note(&mut self, mut ended: Vec<Ended>, last_words: &mut Option<Instant>) {
+        ended.retain(|e| e.status != 0);
+        // A rank that was killed is the cause of what its peers report.
+        ended.sort_by_key(|e| (ExitStatus::from_raw(e.status).signal().is_none(), e.rank));
+        // To end by the signal that asked for the end, or with the code that shells give to that, is no failure.
+        let asked = self.asked.map(|(s, _)| 128 + s.as_raw() as u8);
+        let first = ended.into_iter().find(|e| Some(status_code(e.status)) != asked);
+        if let Some(first) = first
+            && self.failed.is_none()
+        {
+            self.failed = Some((first, 0));
+            *last_words = Some(Instant::now() + LAST_WORDS);
+        }
+    }
+
+    /// Waits for what comes next, at most so long; the ranks that have ended, `None` when all is done.
+    fn step(&mut self, most: Option<Duration>) -> anyhow::Result<Option<Vec<Ended>>> {
+        let most = most.map(|m| Timespec { tv_sec: m.as_secs() as i64, tv_nsec: i64::from(m.subsec_nanos()) });
+        let mut fds =
+            [PollFd::new(&self.signals, PollFlags::IN), PollFd::from_borrowed_fd(self.guard.as_fd(), PollFlags::IN)];
+        match poll(&mut fds, most.as_ref()) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e).context("waiting for the ranks"),
+        }
+        let told = !fds[1].revents().is_empty();
+        while let Some(s) = self.signals.next().context("reading signals")? {
+            self.hear(s)?;
+        }
+        if !told {
+            return Ok(Some(Vec::new()));
+        }
+        match self.guard.event()? {
+            Event::Ended(ended) => {
+                self.running -= ended.len();
+                Ok(Some(ended))
+            }
+            Event::Stopped => {
+                if std::mem::take(&mut self.suspends) {
+                    // Goes on here after SIGCONT.
+                    kill_process(getpid(), Signal::STOP).context("stopping this process")?;
+                }
+                Ok(Some(Vec::new()))
+            }
+            done @ Event::Done { .. } => {
+                self.done = Some(done);
+                Ok(None)
+            }
+            other => bail!("the process that guards the ranks said {other:?} while they ran"),
+        }
+    }
+
+    /// Does what a signal asks for.
+    fn hear(&mut self, arrived: hw_bridge::signals::Arrived) -> anyhow::Result<()> {
+        let (signal, new) = (arrived.signal, !arrived.by_kernel);
+        match signal {
+            // All that loses its parent in a container comes to its first process.
+            Signal::CHILD => self.reap(),
+            Signal::INT | Signal::TERM | Signal::QUIT => {
+                match self.asked {
+                    None if !self.ending => self.begin_end(new.then_some(signal))?,
+                    Some((_, since)) if signal == Signal::INT && since.elapsed() >= AGAIN => self.guard.kill()?,
+                    _ if new => self.guard.signal(signal)?,
+                    _ => {}
+                }
+                self.asked.get_or_insert((signal, Instant::now()));
+            }
+            Signal::TSTP => {
+                self.suspends = true;
+                self.guard.stop(new)?;
+            }
+            _ => {
+                if signal == Signal::CONT {
+                    self.suspends = false;
+                }
+                if new {
+                    self.guard.signal(signal)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the guard end all. `None`: the ranks have a signal already.
+    fn begin_end(&mut self, signal: Option<Signal>) -> anyhow::Result<()> {
+        self.ending = true;
+        if let Some((_, others)) = &mut self.failed {
+            *others = self.running;
+        }
+        self.guard.end(signal)
+    }
+
+    fn reap(&mut self) {
+        // No children at all is an error, and means the same as none that has ended.
+        while let Ok(Some((pid, _))) = wait(WaitOptions::NOHANG) {
+            self.guard_ended |= pid.as_raw_nonzero().get() as u32 == self.guard.pid();
+        }
+    }
+
+    /// Ends what is left of the job, and waits for it. Without the guard it is killed.
+    fn end(&mut self) -> anyhow::Result<()> {
+        let ended = self.end_by_guard();
+        if ended.is_err() {
+            let left = tree::kill()?;
+            anyhow::ensure!(left.is_empty(), "processes {left:?} cannot be ended");
+        }
+        ended
+    }
+
+    fn end_by_guard(&mut self) -> anyhow::Result<()> {
+        if !self.ending {
+            self.begin_end(Some(Signal::TERM))?;
+        }
+        while self.done.is_none() {
+            if let Some(ended) = self.step(None)? {
+                self.note(ended, &mut None);
+            }
+        }
+        // It exits now; whoever looks after this process has ended finds none of it.
+        let begun = Instant::now();
+        while !self.guard_ended && begun.elapsed() < tree::GONE {
+            self.reap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    }
+
+    /// Waits until the output is printed. If nobody reads it, a signal ends that.
+    fn until_printed(&mut self, printing: &Printing) -> anyhow::Result<()> {
+        loop {
+            let mut fds = [PollFd::new(&self.signals, PollFlags::IN), PollFd::new(printing.ended(), PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(e).context("waiting for the output of the ranks"),
+            }
+            if !fds[1].revents().is_empty() {
+                return Ok(());
+            }
+            while let Some(s) = self.signals.next().context("reading signals")? {
+                match s.signal {
+                    Signal::CHILD => self.reap(),
+                    Signal::INT | Signal::TERM | Signal::QUIT => {
+                        self.asked.get_or_insert((s.signal, Instant::now()));
+                        return Ok(());
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// What came of it all.
+    fn verdict(&self) -> anyhow::Result<()> {
+        let mut what = self.failed.map(|(e, others)| (status_code(e.status), self.sentence(&e, others)));
+        if let Some(Event::Done { forced, left, blind }) = &self.done {
+            if let Some(why) = blind {
+                tracing::warn!("{why}: processes that ranks started were not looked after");
+            }
+            let grace = self.group.grace;
+            let more = match (forced, left.is_empty()) {
+                (_, false) => format!("processes {left:?}, which ranks had started, cannot be ended"),
+                (true, _) => format!("what had not ended {grace:?} after it was asked to was killed (--grace)"),
+                _ => String::new(),
+            };
+            if !more.is_empty() {
+                what = Some(match what {
+                    Some((code, what)) => (code, format!("{what}; {more}")),
+                    None => (0, more),
+                });
+            }
+        }
+        match (self.asked, what) {
+            (Some((signal, _)), what) => Err(Interrupted { signal, what: what.map(|w| w.1) }.into()),
+            (None, Some((0, what))) => {
+                tracing::warn!("{what}");
+                Ok(())
+            }
+            (None, Some((code, what))) => Err(Failed { code, what }.into()),
+            (None, None) => Ok(()),
+        }
+    }
+
+    fn sentence(&self, e: &Ended, others: usize) -> String {
+        let ended = match others {
+            0 => String::new(),
+            1 => "; the one rank still running was ended".into(),
+            _ => format!("; the {others} ranks still running were ended"),
+        };
+        let (rank, pid, ranks) = (e.rank, e.pid, self.group.ranks);
+        let status = ExitStatus::from_raw(e.status);
+        // A rank that the kernel killed for want of memory looks like any that got SIGKILL.
+        let why = (status.signal() == Some(Signal::KILL.as_raw())).then(|| self.kills.since()).flatten();
+        let why = why.map_or_else(String::new, |why| format!(": {why}"));
+        let of = if ranks > 1 { format!("rank {rank} of {ranks}") } else { "the only rank".into() };
+        format!("{of} (pid {pid}) {}{why}{ended}", describe(status))
     }
 }
 
@@ -131,164 +437,60 @@ fn group_variables(ranks: usize) -> anyhow::Result<Vec<(&'static str, OsString)>
     Ok(vars)
 }
 
-fn watch(running: &mut Running, ranks: usize) -> anyhow::Result<()> {
-    while !running.ranks.is_empty() {
-        let handles: Vec<&OwnedFd> = running.ranks.iter().map(|r| &r.handle).collect();
-        let ended = guard::wait(&handles, None).context("waiting for the ranks")?;
-        let mut failed: Vec<(usize, u32, ExitStatus)> = Vec::new();
-        let mut still = Vec::new();
-        for (mut r, ended) in running.ranks.drain(..).zip(ended) {
-            if !ended {
-                still.push(r);
-                continue;
-            }
-            let status = r.child.wait().with_context(|| format!("waiting for rank {}", r.rank))?;
-            if !status.success() {
-                failed.push((r.rank, r.child.id(), status));
-            }
-        }
-        running.ranks = still;
-        // A rank that was killed is the cause of what its peers report.
-        failed.sort_by_key(|(rank, _, status)| (status.signal().is_none(), *rank));
-        if let Some((rank, pid, status)) = failed.first() {
-            // The others may have something to say of it, and flight records to write.
-            let begun = std::time::Instant::now();
-            while !running.ranks.is_empty() && begun.elapsed() < LAST_WORDS {
-                let handles: Vec<&OwnedFd> = running.ranks.iter().map(|r| &r.handle).collect();
-                let left = LAST_WORDS.saturating_sub(begun.elapsed());
-                let ended = guard::wait(&handles, Some(left)).context("waiting for the other ranks")?;
-                let mut still = Vec::new();
-                for (mut r, ended) in running.ranks.drain(..).zip(ended) {
-                    if ended {
-                        r.child.wait().with_context(|| format!("waiting for rank {}", r.rank))?;
-                    } else {
-                        still.push(r);
-                    }
-                }
-                running.ranks = still;
-            }
-            let others = running.ranks.len();
-            let ended = match others {
-                0 => String::new(),
-                1 => "; the one rank still running was ended".into(),
-                _ => format!("; the {others} ranks still running were ended"),
-            };
-            let of = if ranks > 1 { format!("rank {rank} of {ranks}") } else { "the only rank".into() };
-            bail!("{of} (pid {pid}) {}{ended}", describe(*status));
-        }
-    }
-    Ok(())
+/// The exit code that shells give to a process that ended so.
+fn status_code(status: i32) -> u8 {
+    let status = ExitStatus::from_raw(status);
+    status.code().or(status.signal().map(|s| 128 + s)).and_then(|c| u8::try_from(c).ok()).unwrap_or(1)
+}
+
+/// A signal in words.
+fn name(signal: i32) -> String {
+    let name = match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        3 => "SIGQUIT",
+        4 => "SIGILL",
+        6 => "SIGABRT",
+        7 => "SIGBUS",
+        8 => "SIGFPE",
+        9 => "SIGKILL",
+        10 => "SIGUSR1",
+        11 => "SIGSEGV",
+        12 => "SIGUSR2",
+        13 => "SIGPIPE",
+        15 => "SIGTERM",
+        24 => "SIGXCPU",
+        25 => "SIGXFSZ",
+        31 => "SIGSYS",
+        _ => return format!("signal {signal}"),
+    };
+    format!("signal {signal} ({name})")
 }
 
 /// How a process ended, in words.
 fn describe(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exited with code {code}"),
-        (None, Some(signal)) => {
-            let name = match signal {
-                1 => " (SIGHUP)",
-                2 => " (SIGINT)",
-                4 => " (SIGILL)",
-                6 => " (SIGABRT)",
-                7 => " (SIGBUS)",
-                8 => " (SIGFPE)",
-                9 => " (SIGKILL)",
-                11 => " (SIGSEGV)",
-                13 => " (SIGPIPE)",
-                15 => " (SIGTERM)",
-                _ => "",
-            };
-            format!("was killed by signal {signal}{name}")
-        }
+        (None, Some(signal)) => format!("was killed by {}", name(signal)),
         (None, None) => format!("ended: {status}"),
     }
-}
-
-/// Copies a rank's output line by line, each with the rank before it.
-fn forward(
-    rank: usize,
-    from: impl Read + Send + 'static,
-    mut to: impl Write + Send + 'static,
-    done: Sender<()>,
-) -> anyhow::Result<()> {
-    std::thread::Builder::new()
-        .name(format!("wccl-output-{rank}"))
-        .spawn(move || {
-            let mut from = BufReader::new(from);
-            let mut line = Vec::new();
-            loop {
-                line.clear();
-                line.extend_from_slice(format!("[{rank}] ").as_bytes());
-                let prefix = line.len();
-                // The pipe is drained to its end even if nobody reads what we print, so that the rank is never blocked.
-                match (&mut from).take(MAX_LINE).read_until(b'\n', &mut line) {
-                    Ok(n) if n > 0 => {}
-                    _ => break,
-                }
-                if line.len() > prefix && line.last() != Some(&b'\n') {
-                    line.push(b'\n');
-                }
-                let _ = to.write_all(&line).and_then(|()| to.flush());
-            }
-            drop(done);
-        })
-        .with_context(|| format!("starting the thread that prints the output of rank {rank}"))?;
-    Ok(())
-}
-
-/// Waits until all output was copied.
-fn drain(output: &Receiver<()>) {
-    // Nothing is ever sent; the end of all senders is the end of all output.
-    let _ = output.recv_timeout(LAST_OUTPUT);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn shell(ranks: usize, script: &str) -> Group {
-        let args = vec!["-c".into(), script.into()];
-        Group { ranks, program: "sh".into(), args, vars: Vec::new(), tag: false, stdin: false }
-    }
-
-    /// What [`Group::run`] does, but for the guard, which is a process of the real program.
-    fn run(g: &Group) -> anyhow::Result<()> {
-        let vars = group_variables(g.ranks)?;
-        let (done, _) = channel();
-        let mut running = Running { ranks: Vec::new() };
-        for rank in 0..g.ranks {
-            running.ranks.push(g.spawn(rank, &vars, &done)?);
+    #[test]
+    fn an_end_has_words_and_the_code_that_shells_give_it() {
+        for (status, code, words) in [
+            (42 << 8, 42, "exited with code 42"),
+            (255 << 8, 255, "exited with code 255"),
+            (9, 137, "was killed by signal 9 (SIGKILL)"),
+            // With a core.
+            (0x80 | 11, 139, "was killed by signal 11 (SIGSEGV)"),
+            (64, 192, "was killed by signal 64"),
+        ] {
+            assert_eq!((status_code(status), describe(ExitStatus::from_raw(status)).as_str()), (code, words));
         }
-        watch(&mut running, g.ranks)
-    }
-
-    #[test]
-    fn ranks_get_their_variables() {
-        let check = "test $WORLD_SIZE = 3 && test $RANK = $LOCAL_RANK && test $RANK -lt 3 && \
-                     test $MASTER_ADDR = 127.0.0.1 && test $NEURON_RT_ROOT_COMM_ID != 127.0.0.1:$MASTER_PORT && \
-                     test -n \"$CCOM_SOCKET_IFNAME\"";
-        run(&shell(3, check)).unwrap();
-    }
-
-    #[test]
-    fn the_failed_rank_is_named_and_the_others_are_ended() {
-        // The others would sleep far longer than any test run.
-        let e = run(&shell(3, "if test $RANK = 1; then exit 7; fi; exec sleep 3600")).unwrap_err().to_string();
-        assert!(e.contains("rank 1 of 3") && e.contains("code 7") && e.contains("2 ranks still running"), "{e}");
-        let e = run(&shell(2, "if test $RANK = 0; then kill -9 $$; fi; exec sleep 3600")).unwrap_err().to_string();
-        assert!(e.contains("rank 0 of 2") && e.contains("signal 9 (SIGKILL)"), "{e}");
-    }
-
-    #[test]
-    fn a_rank_that_ignores_sigterm_is_killed() {
-        let e =
-            run(&shell(2, "if test $RANK = 0; then sleep 0.3; exit 1; fi; trap '' TERM; while :; do sleep 1; done"));
-        assert!(e.unwrap_err().to_string().contains("rank 0 of 2"));
-    }
-
-    #[test]
-    fn a_program_that_does_not_exist_is_named() {
-        let e = format!("{:#}", run(&Group { program: "./no-such-program".into(), ..shell(1, "") }).unwrap_err());
-        assert!(e.contains("no-such-program as rank 0"), "{e}");
     }
 }

@@ -6,19 +6,22 @@
 //! |---|---|
 //! | `demo`, `bench`, `peer`, `run`, `serve`, `plugin`, `tenant`, `swap`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
 //! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
-//! | `launcher`, `guard` | processes of a group: start, watch, end; what ends them when the launcher is gone |
+//! | `launcher`, `guard` | processes of a group: start, watch, end; their parent, which ends them when the launcher is gone |
+//! | `output`, `tree` | what ranks write, tagged; the processes below this one |
 //! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
+//! | `cores` | which cores are free for ranks to bind to |
 //! | `collective` | names, shapes, buffers and calls of the collectives |
 //! | `reference` | known inputs and the results that must come out, computed without the runtime |
 //! | `sweep` | the collectives and sizes that a table goes through |
 //! | `measure` | timing of back-to-back calls, bandwidths |
 //! | `size`, `term` | sizes as users write them; terminal output |
 //!
-//! Exit codes: 0 done, 1 failed, 2 wrongly used.
+//! Exit codes: 0 done, 1 failed, 2 wrongly used; where ranks are started, that of the first that failed.
 
 mod act_two;
 mod bench;
 mod collective;
+mod cores;
 mod demo;
 mod explain;
 mod guard;
@@ -26,6 +29,7 @@ mod info;
 mod launcher;
 mod load;
 mod measure;
+mod output;
 mod peer;
 mod plot;
 mod plugin;
@@ -38,6 +42,7 @@ mod sweep;
 mod tenant;
 mod term;
 mod top;
+mod tree;
 mod tune;
 mod worker;
 
@@ -46,8 +51,10 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 
 use anyhow::Context;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
+
+use crate::launcher::{Failed, Interrupted};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -61,7 +68,7 @@ Examples:
   wccl top                                   What the ranks on this machine are doing
   wccl info                                  The modelled server, the plugin, the limits
 
-Exit codes: 0 done, 1 failed, 2 wrongly used.";
+Exit codes: 0 done, 1 failed, 2 wrongly used; where ranks are started, that of the first that failed.";
 
 #[derive(Parser)]
 #[command(name = "wccl", version, about, after_help = EXAMPLES, max_term_width = 110)]
@@ -115,9 +122,9 @@ enum Command {
     /// One rank of a demo or a bench.
     #[command(name = "__worker", hide = true)]
     Worker(worker::Args),
-    /// Ends the processes of a launcher that is gone.
+    /// The parent of the ranks of a group.
     #[command(name = "__guard", hide = true)]
-    Guard,
+    Guard(guard::Args),
 }
 
 /// The command line makes no sense in a way that only the subcommand can tell: exit code 2.
@@ -169,7 +176,7 @@ fn dispatch(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Info(a) => info::start(&a),
         Command::Top(a) => top::start(&a),
         Command::Worker(a) => worker::start(&a),
-        Command::Guard => guard::serve(),
+        Command::Guard(a) => guard::serve(&a),
     }
 }
 
@@ -182,18 +189,57 @@ fn told(e: &anyhow::Error) -> String {
     })
 }
 
+/// The command line, with the variables that stand for options. A variable that is empty counts as unset; one that is not UTF-8
+/// is an error that names it, whatever would have been read from it.
+fn read() -> anyhow::Result<Cli> {
+    fn unset(arg: clap::Arg, unreadable: &mut Option<String>) -> clap::Arg {
+        let Some(name) = arg.get_env() else { return arg };
+        match std::env::var_os(name).map(|value| (value.is_empty(), value.to_str().is_some())) {
+            None | Some((false, true)) => arg,
+            Some((empty, _)) => {
+                if !empty {
+                    unreadable.get_or_insert(name.to_string_lossy().into_owned());
+                }
+                arg.env(None)
+            }
+        }
+    }
+    fn unset_all(command: clap::Command, unreadable: &mut Option<String>) -> clap::Command {
+        command.mut_args(|a| unset(a, unreadable)).mut_subcommands(|c| unset_all(c, unreadable))
+    }
+    let mut unreadable = None;
+    let matches = unset_all(Cli::command(), &mut unreadable).get_matches();
+    if let Some(name) = unreadable {
+        return Err(Usage(format!("the variable {name} is not UTF-8; unset it, or write it anew")).into());
+    }
+    Ok(Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()))
+}
+
 fn main() -> ExitCode {
-    match dispatch(Cli::parse()) {
+    // A guard keeps what its launcher has blocked for it: what is sent to all of a group must not end it before it has begun.
+    if std::env::args_os().nth(1).is_none_or(|a| a != "__guard") {
+        // If the kernel refuses even this, what follows says so better.
+        let _ = hw_bridge::signals::forget_inherited();
+    }
+    match read().and_then(dispatch) {
         Ok(code) => code,
         Err(e) => {
+            if let Some(i) = e.downcast_ref::<Interrupted>() {
+                if let Some(said) = i.said() {
+                    let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("wccl: {said}\n").as_bytes());
+                }
+                hw_bridge::signals::end_by(i.signal);
+                return ExitCode::from(128 + i.signal.as_raw() as u8);
+            }
             let usage = e.downcast_ref::<Usage>().is_some();
+            let failed = e.downcast_ref::<Failed>().map_or(1, |f| f.code);
             // Whoever reads our output went away: nothing is wrong here, and nobody is left to tell.
             let unread = e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
             if !unread {
                 // Stderr may be gone as well.
                 let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("wccl: {}\n", told(&e)).as_bytes());
             }
-            ExitCode::from(if usage { 2 } else { 1 })
+            ExitCode::from(if usage { 2 } else { failed })
         }
     }
 }

@@ -79,6 +79,11 @@ impl Args {
         self.peer
     }
 
+    /// The largest size that was asked for.
+    pub fn largest(&self) -> u64 {
+        self.sizes.iter().copied().max().unwrap_or(0)
+    }
+
     /// The job of the ranks.
     ///
     /// # Errors

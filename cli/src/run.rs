@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use crate::launcher::Group;
 
@@ -13,10 +14,29 @@ Examples:
 Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NEURON_RT_ROOT_COMM_ID (another port than \
 MASTER_PORT) and, unless it is set, CCOM_SOCKET_IFNAME=lo. Rank 0 reads stdin, the others read nothing.
 
-When a rank fails, the others get SIGTERM and two seconds later SIGKILL, and the failed one is named. The same happens when \
-wccl itself ends, by Ctrl-C or any signal, SIGKILL included. Not covered: processes that a rank started and that do not end with it.
+When a rank fails, the others get SIGTERM and after --grace SIGKILL, and the failed one is named. The same happens when wccl \
+itself is killed, SIGKILL included. When no rank runs any more, what ranks have started and left ends in the same way.
 
-Exit code: 0 if every rank ended with 0, else 1.";
+Signals to wccl are handed on to the ranks: HUP, USR1, USR2, WINCH, CONT; TSTP, which stops the ranks and then wccl; INT, TERM \
+and QUIT, after which SIGKILL follows when the grace is over, or at a second Ctrl-C. A signal that wccl was started with as \
+ignored (nohup) stays ignored.
+
+Exit code: 0 if every rank ended with 0; that of the first rank that failed; 128 and the number of the signal that killed it; 1 if \
+the ranks could not be started. A wccl that INT, TERM or QUIT asked to end ends by that signal when its ranks have ended; as the \
+first process of a container it exits with 128 and its number.";
+
+/// Reads seconds, such as `30` or `0.5`.
+///
+/// # Errors
+/// A sentence that says what was expected.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    /// A year.
+    const MOST: f64 = 366.0 * 86400.0;
+    match text.parse::<f64>() {
+        Ok(s) if (0.0..=MOST).contains(&s) => Ok(Duration::from_secs_f64(s)),
+        _ => Err(format!("`{text}` is no number of seconds from 0 to a year, such as 30 or 0.5")),
+    }
+}
 
 /// Arguments of `wccl run`.
 #[derive(Debug, clap::Args)]
@@ -31,6 +51,9 @@ pub struct Args {
     /// Socket of the service that has the devices and plugins (WCCL_SERVICE)
     #[arg(long, value_name = "SOCKET")]
     service: Option<std::path::PathBuf>,
+    /// Seconds that ranks have to end in, after they were asked to and before SIGKILL
+    #[arg(long, value_name = "S", default_value = "30", value_parser = seconds)]
+    grace: Duration,
     /// The program and its arguments
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     program: Vec<OsString>,
@@ -49,7 +72,23 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         vars: args.service.iter().map(|s| ("WCCL_SERVICE", s.clone().into_os_string())).collect(),
         tag: args.tag,
         stdin: true,
+        grace: args.grace,
     };
     group.run()?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_are_numbers_from_zero_to_a_year() {
+        assert_eq!(seconds("30"), Ok(Duration::from_secs(30)));
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        assert_eq!(seconds("0"), Ok(Duration::ZERO));
+        for bad in ["", "-1", "1s", "nan", "inf", "1e300"] {
+            assert!(seconds(bad).unwrap_err().contains(bad));
+        }
+    }
 }

@@ -1,11 +1,12 @@
-//! Sizes as users write them: `8`, `64K`, `1.5M`, `2GiB`. K, M and G are powers of 1024, as in nccl-tests.
+//! Sizes as users write them: `8`, `64K`, `1.5M`, `2GiB`, `1T`. K, M, G and T are powers of 1024, as in nccl-tests.
 
 /// Reads a size in bytes.
 ///
 /// # Errors
 /// A sentence that says what was expected.
 pub fn parse(text: &str) -> Result<u64, String> {
-    let wrong = || format!("`{text}` is not a size; write bytes like 8, 64K, 1.5M or 2G (K, M, G are powers of 1024)");
+    let wrong =
+        || format!("`{text}` is not a size; write bytes like 8, 64K, 1.5M, 2G or 1T (K, M, G, T are powers of 1024)");
     let t = text.trim().to_ascii_lowercase();
     let digits = t.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(t.len());
     let (number, unit) = t.split_at(digits);
@@ -14,6 +15,7 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "k" | "kb" | "kib" => 10,
         "m" | "mb" | "mib" => 20,
         "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
         _ => return Err(wrong()),
     };
     let factor = 1u64 << shift;
@@ -67,7 +69,7 @@ pub fn sweep(min: u64, max: u64, factor: Option<u64>, step: Option<u64>) -> Resu
 
 /// A size in the shortest exact form: `64K` rather than `65536`.
 pub fn short(bytes: u64) -> String {
-    for (shift, unit) in [(30, "G"), (20, "M"), (10, "K")] {
+    for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "K")] {
         if bytes >= 1 << shift && bytes % (1 << shift) == 0 {
             return format!("{}{unit}", bytes >> shift);
         }
@@ -92,14 +94,28 @@ mod tests {
             ("1.5M", 1_572_864),
             ("2GiB", 2 << 30),
             ("2 G", 2 << 30),
+            ("10T", 10 << 40),
+            ("1.5tib", 3 << 39),
             ("0.5K", 512),
             ("18446744073709551615", u64::MAX),
         ] {
             assert_eq!(parse(text), Ok(bytes), "{text}");
         }
-        for text in
-            ["", "K", "-1", "8X", "1.2.3M", "1e3", "8 8", "18446744073709551616", "99999999999G", "1.5", "0.3K", "."]
-        {
+        for text in [
+            "",
+            "K",
+            "-1",
+            "8X",
+            "1.2.3M",
+            "1e3",
+            "8 8",
+            "18446744073709551616",
+            "99999999999G",
+            "16777216T",
+            "1.5",
+            "0.3K",
+            ".",
+        ] {
             assert!(parse(text).is_err(), "{text}");
         }
     }
@@ -127,7 +143,7 @@ mod tests {
 
     #[test]
     fn short_sizes_are_exact() {
-        for bytes in [0, 1, 1023, 1024, 1025, 65_536, 3 << 20, (3 << 20) + 1, 5 << 30] {
+        for bytes in [0, 1, 1023, 1024, 1025, 65_536, 3 << 20, (3 << 20) + 1, 5 << 30, 7 << 40] {
             assert_eq!(parse(&short(bytes)), Ok(bytes));
         }
         assert_eq!(short(3 << 20), "3M");

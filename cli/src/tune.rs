@@ -69,6 +69,16 @@ impl Args {
         self.tune.as_deref()
     }
 
+    /// Where buffers will lie.
+    pub fn memories(&self) -> &[Memory] {
+        &self.tune_buffers
+    }
+
+    /// The largest number of ranks that was asked for.
+    pub fn most_ranks(&self) -> Option<u64> {
+        self.tune_ranks.iter().copied().max()
+    }
+
     /// Tunes for all numbers of ranks and writes the table to `file`.
     ///
     /// # Errors

@@ -14,7 +14,8 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
-use crate::launcher::Group;
+use crate::cores::{self, Core};
+use crate::launcher::{GRACE, Group};
 use crate::{bench, demo, explain, peer, tune};
 
 /// Options of every subcommand that starts ranks of its own.
@@ -66,6 +67,8 @@ pub struct Member {
     pub comm: Communicator,
     /// How long joining took.
     pub init: Duration,
+    /// What it is bound to.
+    _core: Option<Core>,
 }
 
 /// Starts one process a rank for `job` and waits for all.
@@ -92,7 +95,7 @@ pub fn launch(ranks: &Ranks, job: &Job, log: Option<&str>) -> anyhow::Result<()>
         vars.push(("WCCL_ALGO", algorithm.name().into()));
     }
     let args = vec!["__worker".into(), json.into()];
-    Group { ranks: ranks.ranks as usize, program, args, vars, tag: false, stdin: false }.run()
+    Group { ranks: ranks.ranks as usize, program, args, vars, tag: false, stdin: false, grace: GRACE }.run()
 }
 
 /// The hidden subcommand.
@@ -145,23 +148,32 @@ pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<M
     }
     let comm = runtime.init_comm(CommOptions::with_root(root, rank, n))?;
     let init = begin.elapsed();
-    bind(rank, n);
-    Ok(Member { runtime, comm, init })
+    Ok(Member { runtime, comm, init, _core: bind(rank, n) })
 }
 
 /// Binds this thread to a core of its own, if there is one for each rank, as launchers of MPI do. Two ranks that the kernel
-/// happens to place on one core would wait for each other by time slices, and it may take long to move one of them.
-fn bind(rank: usize, n: usize) {
-    let Ok(allowed) = sched_getaffinity(None) else { return };
+/// happens to place on one core would wait for each other by time slices, and it may take long to move one of them. A core that
+/// another job's rank is bound to is none; without a free one, or if that cannot be known, the kernel decides.
+fn bind(rank: usize, n: usize) -> Option<Core> {
+    let allowed = sched_getaffinity(None).ok()?;
     let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|c| allowed.is_set(*c)).collect();
     if n > cpus.len() {
-        return;
+        return None;
     }
+    let core = match cores::take(&cpus, rank) {
+        Ok(core) => core?,
+        Err(e) => {
+            tracing::info!(rank, "not bound to a core, as it is not known which are free: {e:#}");
+            return None;
+        }
+    };
     let mut mine = CpuSet::new();
-    mine.set(cpus[rank]);
+    mine.set(core.number);
     if let Err(e) = sched_setaffinity(None, &mine) {
         tracing::info!(rank, "not bound to a core: {e}");
+        return None;
     }
+    Some(core)
 }
 
 fn agree<const N: usize>(comm: &mut Communicator, words: [u64; N], op: ReduceOp) -> Result<[u64; N], Error> {

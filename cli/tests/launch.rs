@@ -3,9 +3,7 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Output, Stdio};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 use common::{has, said, wccl};
@@ -43,7 +41,7 @@ fn a_plugin_that_does_not_load_on_one_rank_ends_the_group_at_once() {
 #[test]
 fn a_rank_that_is_killed_is_named_with_its_signal() {
     let (out, said) = ranks(3, "if [ $RANK = 2 ]; then kill -SEGV $$; fi; exec sleep 600");
-    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert_eq!(out.status.code(), Some(128 + 11), "{said}");
     has(&said, &["rank 2 of 3 (pid ", "was killed by signal 11 (SIGSEGV)"]);
 }
 
@@ -61,7 +59,7 @@ fn the_others_say_their_last_words() {
     );
     let (out, said) = ranks(2, &script);
     std::fs::remove_file(&file).unwrap();
-    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert_eq!(out.status.code(), Some(3), "{said}");
     has(&said, &["[0] rank 1 is gone, says rank 0", "rank 1 of 2 (pid ", "exited with code 3"]);
 }
 
@@ -69,7 +67,7 @@ fn the_others_say_their_last_words() {
 #[test]
 fn a_stopped_rank_is_ended_with_the_others() {
     let (out, said) = ranks(2, "if [ $RANK = 1 ]; then sleep 0.5; exit 3; fi; kill -STOP $$; exec sleep 600");
-    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert_eq!(out.status.code(), Some(3), "{said}");
     has(&said, &["rank 1 of 2 (pid ", "exited with code 3; the one rank still running was ended"]);
 }
 
@@ -107,32 +105,4 @@ fn a_program_that_does_not_start_is_named() {
     }
     let out = wccl().args(["run", "-r", "2"]).output().unwrap();
     assert_eq!(out.status.code(), Some(2), "{}", said(&out));
-}
-
-/// Ranks that hang end with the launcher, also when nobody but the launcher hears of it.
-#[test]
-fn ranks_that_hang_end_when_the_launcher_is_interrupted() {
-    for signal in ["INT", "KILL"] {
-        let mut launcher = wccl()
-            .args(["run", "-r", "2", "--", "sh", "-c", "echo $$; exec sleep 600"])
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(launcher.stdout.take().unwrap()).lines();
-        let pids: Vec<String> = lines.take(2).map(Result::unwrap).collect();
-        let id = launcher.id().to_string();
-        assert!(Command::new("kill").args(["-s", signal, &id]).status().unwrap().success());
-        let status = launcher.wait().unwrap();
-        assert_eq!(status.signal(), Some(if signal == "INT" { 2 } else { 9 }), "{status}");
-        // Whoever adopts them may not have waited for them yet.
-        let runs = |pid: &String| {
-            let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            state.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z'))
-        };
-        let begun = Instant::now();
-        while pids.iter().any(runs) {
-            assert!(begun.elapsed() < SOON, "{pids:?} still run after {signal}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
 }

@@ -35,7 +35,11 @@ fn seen(launcher: &Running, enough: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let mut ranks: Vec<Value> = text
             .lines()
             .map(|l| serde_json::from_str::<Value>(l).unwrap())
-            .filter(|v| parent(v["pid"].as_u64().unwrap()) == Some(launcher.0.id()))
+            // Between them is the guard.
+            .filter(|v| {
+                let guard = parent(v["pid"].as_u64().unwrap());
+                guard.and_then(|g| parent(g.into())) == Some(launcher.0.id())
+            })
             .collect();
         ranks.sort_by_key(|v| v["rank"].as_u64());
         if enough(&ranks) {
