@@ -4,7 +4,7 @@
 //! the ring sums in its own order and rounds after each step, and is held to the bound that follows from it. Every rank
 //! compares its own result with the same expectation, so that all ranks have the same bits.
 
-mod scalar;
+pub(super) mod scalar;
 
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-use super::exact::scalar::{Codec, reduced};
+use super::exact::scalar::{self, Codec, reduced};
 use crate::common::ranks::spawn;
 use crate::common::{config, world};
 use host_runtime::enc::Algorithm;
