@@ -2,13 +2,13 @@
 
 use std::collections::HashSet;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime};
 use host_runtime::{DataType, ReduceOp};
 
 use crate::common::ranks::{Rank, spawn, start, start_at};
-use crate::common::{config, free_port, world};
+use crate::common::{HANG, config, free_port, world};
 
 /// Small modelled servers: one trn1 accelerator of two cores each.
 const SMALL: [(&str, &str); 3] = [
@@ -151,7 +151,7 @@ fn nothing_works_for_a_connected_p2p_edge() {
         let tenant = comm.runtime().tenant().clone();
         // The root's task ends by itself once all ranks are joined. From then on no thread is the edge's: nothing of the host's
         // or the guest's is left to work for it.
-        let until = Instant::now() + Duration::from_secs(30);
+        let until = Instant::now() + HANG;
         while tenant.tasks_alive() > 0 {
             assert!(Instant::now() < until, "a background task lives on");
             std::thread::sleep(Duration::from_millis(5));
