@@ -450,7 +450,8 @@ mod tests {
 
     /// A group of one rank.
     fn group_of_one(runtime: &Runtime) -> Joining {
-        let key = GroupKey::some();
+        // A key, as an id, is of one group.
+        let key = GroupKey::of_id(&crate::key::draw().unwrap(), 0);
         Joining { rendezvous: Rendezvous::Id(runtime.start_root(1, key).unwrap()), key, rank: 0, nranks: 1, on: None }
     }
 

@@ -45,11 +45,20 @@ pub fn world<R: Send + 'static>(
     config: &RuntimeConfig,
     f: impl Fn(Communicator) -> R + Send + Sync + 'static,
 ) -> Vec<R> {
-    let root = format!("127.0.0.1:{}", free_port());
+    world_at(&format!("127.0.0.1:{}", free_port()), n, config, f)
+}
+
+/// The same, where they meet at `root`.
+pub fn world_at<R: Send + 'static>(
+    root: &str,
+    n: usize,
+    config: &RuntimeConfig,
+    f: impl Fn(Communicator) -> R + Send + Sync + 'static,
+) -> Vec<R> {
     let f = Arc::new(f);
     let threads: Vec<_> = (0..n)
         .map(|rank| {
-            let (f, config, root) = (f.clone(), config.clone(), root.clone());
+            let (f, config, root) = (f.clone(), config.clone(), root.to_string());
             std::thread::Builder::new()
                 .name(format!("rank-{rank}"))
                 .spawn(move || {

@@ -62,6 +62,7 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
     world(2, &c, |mut comm| {
         let t = comm.tensor(1 << 20).unwrap();
         let planned = comm.query_info().unwrap();
+        let id = comm.runtime().unique_id(1).unwrap();
         for round in 0..200 {
             reduce_ones(&mut comm, &t);
             if round % 50 == 25 && round < 150 {
@@ -83,8 +84,9 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
         assert_eq!(tenant.counters.traps(), 3);
         let standing = tenant.supervisor.standing();
         assert_eq!((standing.len(), standing[0].restarts, standing[0].quarantined), (1, 2, true));
-        // Nor is another communicator made of it.
-        let id = comm.runtime().unique_id(1).unwrap();
+        // Nor is another communicator made of it, or a task started.
+        let e = comm.runtime().unique_id(1).unwrap_err().to_string();
+        assert!(e.contains("no task was started: it is quarantined"), "{e}");
         let e = comm.runtime().init_comm(CommOptions::with_id(id, 0, 1)).unwrap_err().to_string();
         assert!(e.contains("instantiate of plugin") && e.contains("quarantined"), "{e}");
     });

@@ -415,7 +415,8 @@ fn a_manifest_cuts_the_grant_down_or_refuses_the_plugin() {
 
 /// A plugin that looks at the clock of WASI, draws a number, and sleeps: for an instant or a year.
 fn wasi_plugin() -> Plugin {
-    let (reply, pollable) = (REPLY, SCRATCH + 64);
+    // Behind what is answered as an id.
+    let (reply, pollable) = (REPLY, SCRATCH + 256);
     let sleep = |ns: u64| {
         format!(
             "(i32.store (i32.const {pollable}) (call $monotonic-clock.subscribe-duration (i64.const {ns})))

@@ -19,7 +19,7 @@ use hw_bridge::share::Market;
 use tests::zoo;
 
 use crate::common::ranks::{Rank, start, start_at};
-use crate::common::{HANG, PluginFile, config, free_port, plugin_file, world};
+use crate::common::{HANG, PluginFile, config, plugin_file, world_at};
 
 /// Policies and sockets of one test, in a directory of its own.
 struct Place(PathBuf, Vec<String>);
@@ -242,7 +242,7 @@ fn a_client_killed_at_any_step_leaves_nothing_behind() {
 fn groups_and_streams_work_in_a_served_process() {
     let place = Place::new("groups", &[("red", &[0, 1, 2, 3], "")]);
     let server = place.serve();
-    world(4, &place.client("red"), |mut comm| {
+    world_at(&place.root("red"), 4, &place.client("red"), |mut comm| {
         let rank = comm.rank();
         let t = comm.tensor(4096).unwrap();
         t.write(0, &(rank as u32).to_le_bytes().repeat(1024)).unwrap();
@@ -334,7 +334,7 @@ fn a_swap_waits_for_a_served_rank_that_joins() {
     let tenant = &format!("joins{}", std::process::id());
     let place = Place::new("joins", &[(tenant, &[0, 1], "")]);
     let server = place.serve();
-    let root = format!("127.0.0.1:{}", free_port());
+    let root = place.root(tenant);
     let [first, second] = [(); 2].map(|()| Runtime::open(place.client(tenant)).unwrap());
     let join = |runtime: Runtime, rank| {
         let options = CommOptions::with_root(root.clone(), rank, 2);
@@ -407,7 +407,7 @@ fn a_served_tenant_goes_back_when_a_join_stops_the_new_plugin() {
         coordinate(&Order { quiesce: HANG / 2, probation: HANG, ..Order::transport("tried", &traps) }).unwrap();
     assert!(report.committed, "{}", report.reason);
     let client = Runtime::open(place.client("tried")).unwrap();
-    let joins = || client.init_comm(CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 1)).map(drop);
+    let joins = || client.init_comm(CommOptions::with_root(place.root("tried"), 0, 1)).map(drop);
     let e = joins().unwrap_err().to_string();
     assert!(e.contains("unreachable"), "{e}");
     let begun = Instant::now();
@@ -488,7 +488,7 @@ fn an_abort_reaches_a_request_that_is_under_way() {
     let server = Server::start(&patient).unwrap();
     let runtime = Runtime::open(place.client("red")).unwrap();
     let abort = AbortToken::new().unwrap();
-    let mut options = CommOptions::with_root(format!("127.0.0.1:{}", free_port()), 0, 2);
+    let mut options = CommOptions::with_root(place.root("red"), 0, 2);
     options.abort = Some(abort.clone());
     let before = calls(&server, "red");
     let joining = std::thread::spawn(move || runtime.init_comm(options).unwrap_err().to_string());
