@@ -32,7 +32,9 @@ use anyhow::{Context, ensure};
 use host_runtime::message::{MessageError, receive, send};
 use hw_bridge::signals::{Signals, dies_with_parent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, setpgid, wait};
+use rustix::process::{
+    Pid, Signal, WaitOptions, getpgid, getpgrp, getpid, kill_process, set_child_subreaper, setpgid, wait,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::tree;
@@ -66,12 +68,12 @@ enum Order {
     Start { rank: usize },
     /// All are started.
     All,
-    /// Send this to every rank.
-    Signal(i32),
+    /// Send this to every rank, or, if the launcher's process group has it already, to those that have left that.
+    Signal { signal: i32, reached: bool },
     /// Stop the ranks, or, if they have the signal already, wait until they have stopped. Answered by `Stopped`.
     Stop { send: bool },
-    /// End all, and begin with this signal to the ranks, if they do not have it already. Answered by `Done`.
-    End { signal: Option<i32> },
+    /// End all, and begin with this signal, as above. Answered by `Done`.
+    End { signal: i32, reached: bool },
     /// The grace is over.
     Kill,
 }
@@ -190,8 +192,8 @@ impl Guard {
     ///
     /// # Errors
     /// The guard is gone.
-    pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
-        self.order(&Order::Signal(signal.as_raw()), &[])
+    pub fn signal(&self, signal: Signal, reached: bool) -> anyhow::Result<()> {
+        self.order(&Order::Signal { signal: signal.as_raw(), reached }, &[])
     }
 
     /// Stops the ranks; `send` false: they have SIGTSTP already.
@@ -202,12 +204,12 @@ impl Guard {
         self.order(&Order::Stop { send }, &[])
     }
 
-    /// Begins the end of all. `None`: the ranks have a signal already.
+    /// Begins the end of all, by this signal; `reached`: the launcher's process group has it already.
     ///
     /// # Errors
     /// The guard is gone.
-    pub fn end(&self, signal: Option<Signal>) -> anyhow::Result<()> {
-        self.order(&Order::End { signal: signal.map(Signal::as_raw) }, &[])
+    pub fn end(&self, signal: Signal, reached: bool) -> anyhow::Result<()> {
+        self.order(&Order::End { signal: signal.as_raw(), reached }, &[])
     }
 
     /// Ends the grace.
@@ -250,6 +252,8 @@ struct Ending {
 struct Below {
     program: Vec<OsString>,
     grace: Duration,
+    /// The launcher's process group, in which ranks begin.
+    group: Pid,
     running: Vec<Rank>,
     /// When ranks that have not stopped by themselves are stopped.
     stopping: Option<Instant>,
@@ -274,21 +278,22 @@ impl Below {
         Ok(pid)
     }
 
-    /// To ranks that have not been waited for, so that the number is theirs.
-    fn send(&self, signal: i32) {
+    /// To ranks that have not been waited for, so that the number is theirs; `reached`: not to those in the launcher's group.
+    fn send(&self, signal: i32, reached: bool) {
         if let Some(s) = Signal::from_named_raw(signal) {
-            for r in &self.running {
+            let left = |r: &&Rank| !reached || getpgid(Some(r.pid)).is_ok_and(|group| group != self.group);
+            for r in self.running.iter().filter(left) {
                 // One that has ended meanwhile needs none.
                 let _ = kill_process(r.pid, s);
             }
         }
     }
 
-    fn end(&mut self, signal: Option<i32>) {
-        if let Some(signal) = signal {
-            self.send(signal);
+    fn end(&mut self, signal: Option<(i32, bool)>) {
+        if let Some((signal, reached)) = signal {
+            self.send(signal, reached);
         }
-        self.send(Signal::CONT.as_raw());
+        self.send(Signal::CONT.as_raw(), false);
         let now = Instant::now();
         let until = now.checked_add(self.grace).unwrap_or(now);
         self.ending.get_or_insert(Ending { until, asked: HashSet::new(), forced: false });
@@ -348,7 +353,7 @@ impl Below {
                 p.send(Signal::KILL);
             }
             // Also where /proc does not show them.
-            self.send(Signal::KILL.as_raw());
+            self.send(Signal::KILL.as_raw(), false);
         } else {
             for p in left {
                 if !ending.asked.contains(&p.identity) {
@@ -389,19 +394,19 @@ impl Below {
             Order::All => {
                 let _ = setpgid(None, None);
             }
-            Order::Signal(signal) => {
+            Order::Signal { signal, reached } => {
                 if signal == Signal::CONT.as_raw() {
                     self.stopping = None;
                 }
-                self.send(signal);
+                self.send(signal, reached);
             }
             Order::Stop { send } => {
                 if send {
-                    self.send(Signal::TSTP.as_raw());
+                    self.send(Signal::TSTP.as_raw(), false);
                 }
                 self.stopping = Some(Instant::now() + STOP);
             }
-            Order::End { signal } => self.end(signal),
+            Order::End { signal, reached } => self.end(Some((signal, reached))),
             Order::Kill => {
                 self.end(None);
                 if let Some(ending) = &mut self.ending {
@@ -426,7 +431,7 @@ pub fn serve(args: &Args) -> anyhow::Result<ExitCode> {
     ensure!(rustix::net::sockopt::socket_type(&stdin).is_ok(), "the guard is started by wccl itself");
     let stream = UnixStream::from(stdin);
     let (program, grace) = (args.program.clone(), args.grace);
-    let mut below = Below { program, grace, running: Vec::new(), stopping: None, ending: None };
+    let mut below = Below { program, grace, group: getpgrp(), running: Vec::new(), stopping: None, ending: None };
     let mut launcher = Some(stream);
     loop {
         let look = below.next_look();
@@ -465,7 +470,7 @@ pub fn serve(args: &Args) -> anyhow::Result<ExitCode> {
         }
         if gone {
             launcher = None;
-            below.end(Some(Signal::TERM.as_raw()));
+            below.end(Some((Signal::TERM.as_raw(), false)));
         }
     }
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use hw_bridge::control_group::{Groups, Kills};
-use hw_bridge::signals::{Signals, is_ignored};
+use hw_bridge::signals::{Arrived, Signals, is_ignored};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 
@@ -208,6 +208,10 @@ impl Watch<'_> {
     /// Waits until all ranks have ended.
     fn run(&mut self, early: Vec<Ended>) -> anyhow::Result<()> {
         let mut last_words = None;
+        // What came while ranks were started has not reached all of them.
+        while let Some(s) = self.signals.next().context("reading signals")? {
+            self.hear(Arrived { by_kernel: false, ..s })?;
+        }
         self.note(early, &mut last_words);
         while self.running > 0 {
             let now = Instant::now();
@@ -274,43 +278,43 @@ impl Watch<'_> {
     }
 
     /// Does what a signal asks for.
-    fn hear(&mut self, arrived: hw_bridge::signals::Arrived) -> anyhow::Result<()> {
-        let (signal, new) = (arrived.signal, !arrived.by_kernel);
+    fn hear(&mut self, arrived: Arrived) -> anyhow::Result<()> {
+        let signal = arrived.signal;
+        // The end of a terminal is told to the leader of its session alone.
+        let reached = arrived.by_kernel && signal != Signal::HUP;
         match signal {
             // All that loses its parent in a container comes to its first process.
             Signal::CHILD => self.reap(),
             Signal::INT | Signal::TERM | Signal::QUIT => {
                 match self.asked {
-                    None if !self.ending => self.begin_end(new.then_some(signal))?,
+                    None if !self.ending => self.begin_end(signal, reached)?,
                     Some((_, since)) if signal == Signal::INT && since.elapsed() >= AGAIN => self.guard.kill()?,
-                    _ if new => self.guard.signal(signal)?,
-                    _ => {}
+                    _ => self.guard.signal(signal, reached)?,
                 }
                 self.asked.get_or_insert((signal, Instant::now()));
             }
             Signal::TSTP => {
                 self.suspends = true;
-                self.guard.stop(new)?;
+                self.guard.stop(!reached)?;
             }
             _ => {
                 if signal == Signal::CONT {
                     self.suspends = false;
                 }
-                if new {
-                    self.guard.signal(signal)?;
-                }
+                self.guard.signal(signal, reached)?;
             }
         }
         Ok(())
     }
 
-    /// Has the guard end all. `None`: the ranks have a signal already.
-    fn begin_end(&mut self, signal: Option<Signal>) -> anyhow::Result<()> {
+    /// Has the guard end all, with this signal, which those ranks have already that are still in this process's group if it was
+    /// sent to all of that.
+    fn begin_end(&mut self, signal: Signal, reached: bool) -> anyhow::Result<()> {
         self.ending = true;
         if let Some((_, others)) = &mut self.failed {
             *others = self.running;
         }
-        self.guard.end(signal)
+        self.guard.end(signal, reached)
     }
 
     fn reap(&mut self) {
@@ -332,7 +336,7 @@ impl Watch<'_> {
 
     fn end_by_guard(&mut self) -> anyhow::Result<()> {
         if !self.ending {
-            self.begin_end(Some(Signal::TERM))?;
+            self.begin_end(Signal::TERM, false)?;
         }
         while self.done.is_none() {
             if let Some(ended) = self.step(None)? {

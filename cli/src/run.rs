@@ -49,7 +49,7 @@ pub struct Args {
     #[arg(long)]
     tag: bool,
     /// Socket of the service that has the devices and plugins (WCCL_SERVICE)
-    #[arg(long, value_name = "SOCKET")]
+    #[arg(long, value_name = "SOCKET", env = "WCCL_SERVICE")]
     service: Option<std::path::PathBuf>,
     /// Seconds that ranks have to end in, after they were asked to and before SIGKILL
     #[arg(long, value_name = "S", default_value = "30", value_parser = seconds)]
