@@ -25,6 +25,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use beacon::{Beacon, Meeting};
+use hmac::Mac;
 use hw_bridge::patience::stopped_since;
 use pool::Pool;
 use verdict::{Messages, Refusal, agree, patience};
@@ -62,6 +63,8 @@ struct State {
     /// Groups that were begun, by what tells their lists apart. All ranks of one count alike: what fails fails for all, or leaves
     /// the bootstrap out of step.
     begun: HashMap<(Kind, [u8; SIGNATURE_BYTES]), u32>,
+    /// Splits that were begun; a row of one is none of another.
+    splits: u32,
     /// Why the bootstrap serves no more groups.
     out_of_step: Option<String>,
 }
@@ -383,11 +386,20 @@ impl Communicator {
     pub fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Communicator>, Error> {
         let mut state = lock(&self.groups.state);
         in_step(&state)?;
-        let mut block = [0u8; 9];
-        block[0] = u8::from(color.is_some());
-        block[1..5].copy_from_slice(&color.unwrap_or(0).to_le_bytes());
-        block[5..].copy_from_slice(&key.to_le_bytes());
+        let mut row = [0u8; ROW_BYTES];
+        row[0] = u8::from(color.is_some());
+        row[1..5].copy_from_slice(&color.unwrap_or(0).to_le_bytes());
+        row[5..].copy_from_slice(&key.to_le_bytes());
+        let (of, nth) = (self.core().key, state.splits);
+        state.splits = nth.wrapping_add(1);
+        let block = proven_row(of, nth, self.rank(), &row);
         let all = self.bootstrap_all_gather(&block).inspect_err(|e| state.out_of_step = Some(e.to_string()))?;
+        let all = rows(of, nth, &all).map_err(|rank| Error::Group {
+            what: format!(
+                "split: what the plugin gathered as rank {rank}'s colour is not what that rank said; no communicator is made of it"
+            ),
+            status: Status::FAILURE,
+        })?;
         let Some(mine) = color else { return Ok(None) };
         let members = colour(&all, mine);
         let signature = Signature::of_members("split", &members);
@@ -525,10 +537,41 @@ fn check_members(group: &Group, rank: usize, n: usize) -> Result<(), Error> {
     Ok(())
 }
 
+/// Of a rank in a split: whether it has a colour, the colour, the key.
+const ROW_BYTES: usize = 9;
+
+/// What rank `rank` says of itself in the `nth` split of a communicator with the key `of`, and what proves it: the plugin that
+/// gathers the rows decides about nobody's colour.
+fn proven_row(of: GroupKey, nth: u32, rank: usize, row: &[u8]) -> Vec<u8> {
+    [row, &row_tag(of, nth, rank, row).finalize().into_bytes()].concat()
+}
+
+fn row_tag(of: GroupKey, nth: u32, rank: usize, row: &[u8]) -> hmac::Hmac<sha2::Sha256> {
+    let mut mac = of.tag("split row");
+    for part in [&nth.to_le_bytes(), &(rank as u32).to_le_bytes(), row] {
+        mac.update(part);
+    }
+    mac
+}
+
+/// The rows of all ranks, without their proofs.
+///
+/// # Errors
+/// The first rank whose row is not its own.
+fn rows(of: GroupKey, nth: u32, gathered: &[u8]) -> Result<Vec<u8>, usize> {
+    let mut table = Vec::new();
+    for (rank, block) in gathered.chunks(ROW_BYTES + 32).enumerate() {
+        let (row, proof) = block.split_at_checked(ROW_BYTES).ok_or(rank)?;
+        row_tag(of, nth, rank, row).verify_slice(proof).map_err(|_| rank)?;
+        table.extend_from_slice(row);
+    }
+    Ok(table)
+}
+
 /// The ranks of one colour from the gathered table, by key and rank.
 fn colour(table: &[u8], mine: u32) -> Vec<usize> {
     let mut found: Vec<(i32, usize)> = Vec::new();
-    for (rank, b) in table.chunks_exact(9).enumerate() {
+    for (rank, b) in table.chunks_exact(ROW_BYTES).enumerate() {
         let word = |at: usize| u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]]);
         if b[0] == 1 && word(1) == mine {
             found.push((word(5) as i32, rank));
@@ -566,6 +609,23 @@ mod tests {
         assert!(cut.contains("and 67 more") && cut.len() < 400, "{cut}");
         let fine = ReplicaGroups::new(&[vec![2, 0], vec![1]], 3, 0).unwrap();
         assert_eq!(fine.mine().participants, [2, 0]);
+    }
+
+    /// Whoever gathers the rows can change none, give one to another rank, or keep one for a later split.
+    #[test]
+    fn a_row_of_a_split_is_its_ranks_own() {
+        let key = GroupKey::some();
+        let said: Vec<[u8; ROW_BYTES]> = (0..3).map(|rank| [1, rank, 0, 0, 0, 0, 0, 0, 0]).collect();
+        let all: Vec<Vec<u8>> = said.iter().enumerate().map(|(rank, row)| proven_row(key, 7, rank, row)).collect();
+        assert_eq!(rows(key, 7, &all.concat()).unwrap(), said.concat());
+        let mut changed = all.clone();
+        changed[1][1] = 0;
+        assert_eq!(rows(key, 7, &changed.concat()), Err(1));
+        let exchanged = [all[1].clone(), all[0].clone(), all[2].clone()];
+        assert_eq!(rows(key, 7, &exchanged.concat()), Err(0));
+        assert_eq!(rows(key, 8, &all.concat()), Err(0));
+        assert_eq!(rows(GroupKey::of_id(&[1; 32], 0), 7, &all.concat()), Err(0));
+        assert_eq!(rows(key, 7, &all.concat()[..2 * (ROW_BYTES + 32) + 5]), Err(2));
     }
 
     #[test]

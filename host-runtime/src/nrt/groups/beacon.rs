@@ -8,7 +8,7 @@
 //! A [`Meeting`] is one attempt. A message travels on a connection of its own, which the sender dials:
 //!
 //! ```text
-//! hello 61 bytes: rank u32 | kind u8 (0 message, 1 watch) | length u32 | attempt 20 | tag 32, then the message
+//! hello 77 bytes: rank u32 | kind u8 (0 message, 1 watch) | length u32 | attempt 20 | number 16 | tag 32, then the message
 //! attempt: digest of the list of survivors 16 | how many attempts with that list came before u32
 //! tag: HMAC-SHA256, by the group's secret, of: receiver's rank u32 | hello before the tag | message
 //! ```
@@ -36,7 +36,7 @@
 //!
 //! [`shrink`]: crate::nrt::Communicator::shrink
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
@@ -59,8 +59,12 @@ use crate::policy::{Reach, listed};
 
 pub(super) const SECRET_BYTES: usize = KEY_BYTES;
 const ATTEMPT_BYTES: usize = SIGNATURE_BYTES + 4;
-/// Where the tag begins.
-pub(super) const TAG_AT: usize = 9 + ATTEMPT_BYTES;
+/// What a rank says before the number that it draws for each message, and where the tag begins.
+pub(super) const HEAD_BYTES: usize = 9 + ATTEMPT_BYTES;
+const NONCE_BYTES: usize = 16;
+const TAG_AT: usize = HEAD_BYTES + NONCE_BYTES;
+/// Messages that are known again when somebody repeats them; a group that has had more makes no other attempt.
+const MOST_HEARD: usize = 1 << 16;
 const HELLO_BYTES: usize = TAG_AT + 32;
 /// How long a stranger on the listener may take to say all.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
@@ -90,6 +94,8 @@ pub(in crate::nrt) struct Beacon {
     watches: Vec<TcpStream>,
     /// Attempts that this rank has begun, by list of survivors.
     begun: HashMap<[u8; SIGNATURE_BYTES], u32>,
+    /// The numbers of the messages that were taken: who repeats what was recorded is not heard.
+    heard: HashSet<[u8; NONCE_BYTES]>,
 }
 
 /// What the ranks of a group share; never printed.
@@ -155,9 +161,12 @@ fn tag(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> Hmac
 }
 
 /// What a rank says to rank `to`: head, tag, message.
-pub(super) fn sealed(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> Vec<u8> {
-    let tag = tag(secret, to, head, data).finalize().into_bytes();
-    [head, &tag, data].concat()
+pub(super) fn sealed(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> std::io::Result<Vec<u8>> {
+    let mut nonce = [0; NONCE_BYTES];
+    hw_bridge::links::fill_random(&mut nonce)?;
+    let head = [head, &nonce].concat();
+    let tag = tag(secret, to, &head, data).finalize().into_bytes();
+    Ok([&head, &tag[..], data].concat())
 }
 
 /// A message that waits to be fetched.
@@ -207,8 +216,9 @@ impl Beacon {
         };
         let addresses = all.chunks(ADDRESS_BYTES).enumerate().map(checked).collect::<Result<Vec<_>, Error>>()?;
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        let heard = HashSet::new();
         let secret = Secret(comm.core().key.meetings());
-        Ok(Beacon { rank, listener, addresses, secret, strangers, arrived, watches, begun })
+        Ok(Beacon { rank, listener, addresses, secret, strangers, arrived, watches, begun, heard })
     }
 
     /// One of a group whose ranks all have this address, a port of the loopback interface, without a communicator.
@@ -217,8 +227,9 @@ impl Beacon {
         listener.set_nonblocking(true)?;
         let addresses = vec![listener.local_addr()?; ranks];
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
+        let heard = HashSet::new();
         let secret = Secret(secret);
-        Ok(Beacon { rank: 0, listener, addresses, secret, strangers, arrived, watches, begun })
+        Ok(Beacon { rank: 0, listener, addresses, secret, strangers, arrived, watches, begun, heard })
     }
 
     /// Where it is reached.
@@ -301,7 +312,12 @@ impl Beacon {
         let (rank, kind) = (word(0), b[4]);
         let mut survivors = [0; SIGNATURE_BYTES];
         survivors.copy_from_slice(&b[9..][..SIGNATURE_BYTES]);
-        let attempt = Attempt { survivors, nth: word(TAG_AT - 4) as u32 };
+        let attempt = Attempt { survivors, nth: word(HEAD_BYTES - 4) as u32 };
+        let mut nonce = [0; NONCE_BYTES];
+        nonce.copy_from_slice(&b[HEAD_BYTES..TAG_AT]);
+        if self.heard.len() >= MOST_HEARD || !self.heard.insert(nonce) {
+            return;
+        }
         // Room for a few attempts of every rank; who sends more is out of order.
         let most = 8 * self.addresses.len();
         if self.watches.len() >= most {
@@ -356,14 +372,16 @@ impl<'a> Meeting<'a> {
     fn dial(&self, to: usize, kind: u8, data: &[u8], until: Instant) -> Result<TcpStream, String> {
         let rank = self.members[to];
         let at = self.beacon.addresses[rank];
-        let mut bytes = Vec::with_capacity(TAG_AT);
-        bytes.extend_from_slice(&(self.beacon.rank as u32).to_le_bytes());
-        bytes.push(kind);
-        bytes.extend_from_slice(&(data.len() as u32).to_le_bytes());
-        bytes.extend_from_slice(&self.attempt.survivors);
-        bytes.extend_from_slice(&self.attempt.nth.to_le_bytes());
-        let bytes = sealed(&self.beacon.secret.0, rank, &bytes, data);
+        let mut head = Vec::with_capacity(HEAD_BYTES);
+        head.extend_from_slice(&(self.beacon.rank as u32).to_le_bytes());
+        head.push(kind);
+        head.extend_from_slice(&(data.len() as u32).to_le_bytes());
+        head.extend_from_slice(&self.attempt.survivors);
+        head.extend_from_slice(&self.attempt.nth.to_le_bytes());
         loop {
+            // Another number each time: what was taken half-way is no repetition.
+            let bytes =
+                sealed(&self.beacon.secret.0, rank, &head, data).map_err(|e| format!("no random number: {e}"))?;
             let left = until.saturating_duration_since(Instant::now()).clamp(PAUSE, Duration::from_secs(1));
             let tried = TcpStream::connect_timeout(&at, left).and_then(|mut s| {
                 s.set_write_timeout(Some(left))?;
@@ -483,7 +501,34 @@ mod tests {
         b.extend_from_slice(&(data.len() as u32).to_le_bytes());
         b.extend_from_slice(&[survivors; SIGNATURE_BYTES]);
         b.extend_from_slice(&0u32.to_le_bytes());
-        sealed(&secret, to, &b, data)
+        sealed(&secret, to, &b, data).unwrap()
+    }
+
+    /// What somebody has recorded on the network and says again takes no place.
+    #[test]
+    fn a_message_is_taken_once() {
+        let secret = [3; SECRET_BYTES];
+        let mut b = beacon(secret);
+        let (once, other) = (hello(secret, 0, 1, &[9; 17]), hello(secret, 0, 1, &[9; 17]));
+        assert_ne!(once, other);
+        for _ in 0..3 {
+            let mut recorded = TcpStream::connect(b.address()).unwrap();
+            recorded.write_all(&once).unwrap();
+            // Closed by the other end once it was heard.
+            let begun = Instant::now();
+            recorded.set_nonblocking(true).unwrap();
+            while !closed(&recorded) {
+                b.accept_all();
+                assert!(begun.elapsed() < Duration::from_secs(60), "it was not heard");
+            }
+        }
+        assert_eq!(b.arrived.len(), 1);
+        TcpStream::connect(b.address()).unwrap().write_all(&other).unwrap();
+        let begun = Instant::now();
+        while b.arrived.len() < 2 {
+            b.accept_all();
+            assert!(begun.elapsed() < Duration::from_secs(60), "another one of the same words was not taken");
+        }
     }
 
     /// Whoever holds the port of a rank that died hears what is meant for that rank. It does not hear the secret, and what it

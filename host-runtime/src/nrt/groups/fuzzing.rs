@@ -5,7 +5,7 @@ use std::io::Write;
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
-use super::beacon::{Beacon, Meeting, SECRET_BYTES, TAG_AT, sealed};
+use super::beacon::{Beacon, HEAD_BYTES, Meeting, SECRET_BYTES, sealed};
 use super::signature::SIGNATURE_BYTES;
 use super::verdict::{Messages, agree};
 use crate::limits::ID_BYTES;
@@ -27,10 +27,11 @@ pub fn meeting(data: &[u8]) {
     let Ok(mut stranger) = TcpStream::connect(beacon.address()) else { return };
     // The rank is a small number: the top bit of its first byte says that the tag is another group's.
     let stray = data.first().is_some_and(|b| b & 0x80 != 0);
-    let bytes = match data.split_at_checked(TAG_AT) {
+    let bytes = match data.split_at_checked(HEAD_BYTES) {
         Some((head, message)) => sealed(if stray { &[8; SECRET_BYTES] } else { &secret }, 0, head, message),
-        None => data.to_vec(),
+        None => Ok(data.to_vec()),
     };
+    let Ok(bytes) = bytes else { return };
     if stranger.write_all(&bytes).and_then(|()| stranger.shutdown(Shutdown::Write)).is_err() {
         return;
     }
