@@ -161,7 +161,8 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
 }
 
 impl Loaded {
-    /// An instance of the library for one communicator of one rank, of the group with this key, of a `client` if it is another
+    /// An instance of the library for one communicator of one rank, which joins as the `seat`-th of so many if it does not take over
+    /// from another instance, of the group with this key, of a `client` if it is another
     /// process's. It is whose it is before any of the guest's code runs: a start function is that, too.
     pub(crate) fn instantiate(
         &self,
@@ -169,12 +170,13 @@ impl Loaded {
         abort: &AbortToken,
         core: Option<i32>,
         key: GroupKey,
+        seat: Option<(usize, usize)>,
         client: Option<Client>,
     ) -> Result<Arc<Instance>, Error> {
         let refused = |refusal| self.instance.supervised("instantiate", refusal);
         tenant.supervisor.admit(&self.library, &tenant.limits).map_err(refused)?;
         let mut state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
-        (state.key, state.client) = (Some(key), client);
+        (state.key, state.seat, state.client) = (Some(key), seat, client);
         Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
             entry: "instantiate",
             plugin: self.library.name.clone(),

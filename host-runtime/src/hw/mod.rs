@@ -101,6 +101,12 @@ impl wit_objects::HostCommunicator for HostState {
             let why = "a communicator can only be made by an init entry, on a rank's core";
             return Ok(Err(self.fail(Status::UNINITIALIZED, why)));
         };
+        // The hosts of a group prove to one another which rank they are: that is the program's word, not the plugin's.
+        if self.seat != Some((r, n)) {
+            let joins = self.seat.map_or("no rank joins".into(), |(r, n)| format!("rank {r} of {n} joins"));
+            let why = format!("the plugin asked for rank {r} of {n} where {joins}");
+            return Ok(Err(self.fail(Status::INVALID, why)));
+        }
         self.span.record("rank", r);
         let tenant = self.tenant.clone();
         let (abort, client) = (self.abort.clone(), self.client.clone());
@@ -259,5 +265,33 @@ impl proxy::Host for HostState {
         let comm = self.comm(&comm)?;
         let ticked = lock(&comm.proxy).progress(stream, block);
         Ok(ticked.map_err(|e| self.fail(Status::NETWORK_PROXY_FAILURE, e.to_string())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::abort::AbortToken;
+    use crate::key::GroupKey;
+    use crate::limits::Limits;
+    use crate::tenant::limited;
+    use wit_objects::HostCommunicator as _;
+
+    /// Else a plugin would have its host prove that it is another rank.
+    #[test]
+    fn a_communicator_is_made_of_the_rank_that_joins_and_of_no_other() {
+        let tenant = limited(Limits::default());
+        let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
+        (s.key, s.seat) = (Some(GroupKey::some()), Some((1, 3)));
+        for (rank, ranks) in [(0, 3), (2, 3), (1, 2)] {
+            assert!(s.create(rank, ranks).unwrap().is_err());
+            let said = s.take_causes().0.join("; ");
+            let wants = format!("the plugin asked for rank {rank} of {ranks} where rank 1 of 3 joins");
+            assert!(said.contains(&wants), "{said}");
+        }
+        assert!(s.create(1, 3).unwrap().is_ok());
+        s.seat = None;
+        assert!(s.create(1, 3).unwrap().is_err());
+        assert!(s.take_causes().0.join("; ").contains("where no rank joins"));
     }
 }

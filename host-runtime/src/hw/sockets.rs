@@ -285,7 +285,9 @@ impl HostState {
                 Ok(Found::Nothing { until, full }) => (until, full),
                 Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e, None)),
             };
-            let (ListenerObject { socket, gate, .. }, end) = (self.table.get(handle)?, end.unwrap_or(until).min(until));
+            // The gate goes by the machine's clock.
+            let end = end.map_or(until, |end| self.by_the_calls_clock(end).min(until));
+            let ListenerObject { socket, gate, .. } = self.table.get(handle)?;
             match self.wait_any(&gate.awaited(socket, full), PollFlags::IN, end) {
                 Wait::Ready => {}
                 Wait::Ended => return Ok(self.ended("waiting for an incoming connection")),
@@ -665,6 +667,7 @@ trait Socket: Sized + Send + 'static {
     const WHAT: &'static str;
     fn park(self) -> Parked;
     /// The object, or what it is instead.
+    #[allow(clippy::result_large_err)]
     fn unpark(parked: Parked) -> Result<Self, Parked>;
 }
 
@@ -858,7 +861,7 @@ mod tests {
     fn instance(sockets: usize) -> (HostState, Resource<CommunicatorObject>) {
         let tenant = limited(Limits { sockets, ..Limits::default() });
         let mut s = HostState::new(tenant, None, AbortToken::new().unwrap(), Some(0));
-        s.key = Some(crate::key::GroupKey::some());
+        (s.key, s.seat) = (Some(crate::key::GroupKey::some()), Some((0, 2)));
         let comm = s.create(0, 2).unwrap().unwrap();
         (s, comm)
     }

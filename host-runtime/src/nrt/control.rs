@@ -177,7 +177,7 @@ impl Here {
         };
         inner.tenant.may_use_core(place.core)?;
         let dev = place.device_info(runtime)?;
-        let instance = loaded.instantiate(&inner.tenant, abort, Some(place.core), j.key, client)?;
+        let instance = loaded.instantiate(&inner.tenant, abort, Some(place.core), j.key, Some((rank, n)), client)?;
         inner.swaps.joins(&instance, rank);
         let forward = &inner.forward;
         let made = match &j.rendezvous {

@@ -182,7 +182,10 @@ impl Instance {
         tenant.supervisor.admit_again(library, &tenant.limits, Instant::now()).map_err(refused)?;
         let mut state = HostState::new(tenant.clone(), Some(library.clone()), old.abort.clone(), old.core);
         state.client.clone_from(&old.client);
-        state.key = old.key;
+        // What serves no communicator has the key of a group only within a call that is for it; one that was not left in order
+        // still has it.
+        state.key = old.key.filter(|_| !self.renewable);
+        state.seat = old.seat;
         let made = Instance::store(library, state).map_err(|cause| self.stop_error(entry, cause, Vec::new()))?;
         tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
         Ok(made)

@@ -345,7 +345,7 @@ mod tests {
         let flags = rustix::event::EventfdFlags::CLOEXEC;
         let pidfd = Arc::new(rustix::event::eventfd(0, flags).unwrap());
         let client = Client { owner, pidfd, hbm: hw_bridge::hbm::Hbm::new(1 << 20).unwrap() };
-        loaded.instantiate(&tenant, &abort, Some(0), crate::key::GroupKey::some(), Some(client)).unwrap();
+        loaded.instantiate(&tenant, &abort, Some(0), crate::key::GroupKey::some(), None, Some(client)).unwrap();
         assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);
     }
 

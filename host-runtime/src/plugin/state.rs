@@ -34,6 +34,8 @@ pub struct HostState {
     /// Made when WASI is first called.
     pub(crate) wasi: Option<Box<WasiCtx>>,
     pub(crate) abort: AbortToken,
+    /// The rank that this instance joins as, and of how many: it makes no communicator of another.
+    pub(crate) seat: Option<(usize, usize)>,
     /// Logical core of the rank this instance serves; none for the library instance and tasks.
     pub(crate) core: Option<i32>,
     /// The client process that this instance serves, in a service.
@@ -100,6 +102,7 @@ impl HostState {
             grant,
             wasi: None,
             abort,
+            seat: None,
             core,
             client: None,
             key: None,
@@ -204,9 +207,8 @@ impl HostState {
         self.resumed();
     }
 
-    /// When a wait of `ms` in a host function ends: no single wait outlasts the call's bound in all, its caller's, nor the
-    /// operation.
-    /// By the call's clock ([`HostState::wait_until`]).
+    /// When a wait of `ms` in a host function ends, by the call's clock ([`HostState::wait_until`]): no single wait outlasts the
+    /// call's bound in all, its caller's, nor the operation.
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = self.now() + Duration::from_millis(u64::from(ms));
         let wall = self.begun.checked_add(self.tenant.limits.wall);
@@ -215,8 +217,12 @@ impl HostState {
 
     /// What the call's clock says, which does not run while the process is stopped.
     pub(crate) fn now(&self) -> Instant {
-        let now = Instant::now();
-        now.checked_sub(stopped_since(self.begun)).unwrap_or(now)
+        self.by_the_calls_clock(Instant::now())
+    }
+
+    /// A moment of the machine's clock, from now on, by the call's.
+    pub(crate) fn by_the_calls_clock(&self, moment: Instant) -> Instant {
+        moment.checked_sub(stopped_since(self.begun)).unwrap_or(moment)
     }
 
     /// As [`HostState::deadline`], by the machine's clock.
@@ -288,6 +294,7 @@ impl HostState {
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
+        self.crowded = false;
         self.causes.clear();
         self.limit = None;
     }

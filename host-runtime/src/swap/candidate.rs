@@ -109,8 +109,9 @@ impl Candidate {
                 Some((_, control, _)) => control.clone(),
                 None => {
                     let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
-                    let made =
-                        || self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key, client);
+                    let made = || {
+                        self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key, None, client)
+                    };
                     let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
