@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
+use hw_bridge::patience::{passed, stopped_since};
 use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
 
@@ -284,7 +285,8 @@ impl Plane {
     /// Has the library connect every pair, once, within the deadline of the operation `what` that needs it.
     pub(super) fn expand_connectivity(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
         // A deadline beyond what the clock can say is none. It runs while another stream connects as well.
-        let until = Instant::now().checked_add(timeout);
+        let since = Instant::now();
+        let until = since.checked_add(timeout);
         if *lock(&self.expanded) {
             return Ok(self.core.endpoint.usable()?);
         }
@@ -302,13 +304,14 @@ impl Plane {
             let _ = self.ask(Ask::Expand, Patience::Operation(Instant::now()));
             return Err(told);
         }
-        let patience = Patience::operation(until);
+        // Each call has a clock of its own, which knows nothing of a stop in the one before.
+        let patience = || Patience::operation(until.and_then(|until| until.checked_add(stopped_since(since))));
         let connected = self
-            .ask(Ask::Expand, patience)
+            .ask(Ask::Expand, patience())
             .and_then(|_| self.check_members())
-            .and_then(|()| self.agree_on_direct(patience));
+            .and_then(|()| self.agree_on_direct(patience()));
         connected.map_err(|e| {
-            let own = until.is_some_and(|until| until <= Instant::now());
+            let own = until.is_some_and(|until| passed(until, since));
             // Whoever hears that another rank's time is up has the same error, a little earlier.
             if own || e.status() == Status::TIMEOUT {
                 Error::Connecting { what, rank: self.core.rank, after: timeout, own, source: Box::new(e) }
