@@ -115,7 +115,7 @@ impl NetLibrary {
             Instance::new(&self.library, HostState::new(tenant.clone(), Some(self.library.clone()), abort, None))?;
         let mut bound = lock(&self.bound);
         // Of two that bind at once, the first one's serves.
-        if !bound.as_ref().is_some_and(|b| b.instance.stopped().is_none()) {
+        if bound.as_ref().is_none_or(|b| b.instance.stopped().is_some()) {
             let before = bound.replace(Bound { instance, table });
             drop(bound);
             drop(before);

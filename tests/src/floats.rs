@@ -32,7 +32,7 @@ pub fn input(rank: usize, dtype: DataType) -> Vec<u8> {
     let mut element = |i: usize| {
         state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
         let bits = state >> 24;
-        if i % 2 == 0 { bits & (sign | (1 << mantissa) - 1) } else { bits }
+        if i % 2 == 0 { bits & (sign | ((1 << mantissa) - 1)) } else { bits }
     };
     (0..COUNT).flat_map(|i| element(i).to_le_bytes()[..dtype.size()].to_vec()).collect()
 }

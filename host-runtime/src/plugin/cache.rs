@@ -134,6 +134,11 @@ fn on_threads(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
     }
 }
 
+/// What another process has removed is gone as well.
+fn gone(removed: std::io::Result<()>) -> std::io::Result<()> {
+    removed.or_else(|e| if e.kind() == std::io::ErrorKind::NotFound { Ok(()) } else { Err(e) })
+}
+
 /// Removes what was not used for longest until all entries have at most `most` bytes; not `keep`, and none that is being read.
 fn trim(dir: &Dir, most: u64, keep: &str) -> std::io::Result<()> {
     let mut entries = Vec::new();
@@ -144,7 +149,7 @@ fn trim(dir: &Dir, most: u64, keep: &str) -> std::io::Result<()> {
         // What a process left that was killed while it wrote.
         let abandoned = name.contains(".tmp") && used.elapsed().is_ok_and(|age| age > ABANDONED);
         if abandoned {
-            dir.remove_file(&name)?;
+            gone(dir.remove_file(&name))?;
         } else if name.ends_with(".cwasm") {
             entries.push((used, meta.len(), name));
         }
@@ -158,7 +163,7 @@ fn trim(dir: &Dir, most: u64, keep: &str) -> std::io::Result<()> {
         let free =
             dir.open(&name).is_ok_and(|f| rustix::fs::flock(&f, FlockOperation::NonBlockingLockExclusive).is_ok());
         if free {
-            dir.remove_file(&name)?;
+            gone(dir.remove_file(&name))?;
             // Its lock goes too; whoever waits for it finds nothing and compiles.
             let _ = dir.remove_file(name.replace(".cwasm", ".lock"));
             all -= len;
@@ -192,7 +197,10 @@ fn locked_within(file: &File, patience: Duration) -> bool {
 
 fn store(component: &Component, dir: &Dir, key: &str) -> std::io::Result<()> {
     let code = component.serialize().map_err(std::io::Error::other)?;
-    let temp = format!("{key}.tmp{}", std::process::id());
+    // Its process's number alone is that of others too, in other threads and PID namespaces.
+    let mut random = [0; 8];
+    hw_bridge::links::fill_random(&mut random)?;
+    let temp = format!("{key}.tmp{:016x}", u64::from_ne_bytes(random));
     let mut f = dir.open_with(&temp, OpenOptions::new().create(true).truncate(true).write(true).mode(0o600))?;
     f.write_all(MAGIC)?;
     f.write_all(&digest(key, &code))?;

@@ -71,7 +71,7 @@ impl Sums<'_> {
             }
             Payload::CodeSectionEntry(body) => {
                 let body_range = body.range();
-                let bytes = body_range.end.saturating_sub(body_range.start) as u64;
+                let bytes = body_range.end.saturating_sub(body_range.start);
                 let most = self.most.function_bytes as u64;
                 beyond("bytes in one function", bytes, "limits.function-bytes", most)?;
                 let mut locals = 0u64;
@@ -143,7 +143,8 @@ impl Sums<'_> {
     fn close(&mut self) -> Result<(), Denied> {
         let Some(ended) = self.open.pop() else { return Ok(()) };
         if ended.component {
-            let comes_to = 1 + ended.modules + ended.components.saturating_mul(self.largest);
+            let inner = ended.components.saturating_mul(self.largest);
+            let comes_to = inner.saturating_add(ended.modules).saturating_add(1);
             beyond("instances", comes_to, "limits.plugin-instances", self.most.plugin_instances as u64)?;
             self.largest = self.largest.max(comes_to);
         }

@@ -24,13 +24,16 @@ fn states() -> impl Iterator<Item = u32> {
     roundings.chain(zeroing).chain(trapping)
 }
 
+/// What calls a closure.
+type Call = fn(&mut dyn FnMut());
+
 /// Calls `f` in a state; answers what it is afterwards. `f` is behind a pointer that assembly has touched, so that nothing
 /// of it is computed outside.
 fn in_state(state: u32, f: &mut dyn FnMut()) -> u32 {
     fn call(f: &mut dyn FnMut()) {
         f();
     }
-    let (mut inside, mut after): (fn(&mut dyn FnMut()), u32) = (call, 0);
+    let (mut inside, mut after): (Call, u32) = (call, 0);
     // SAFETY: four bytes are read; the state is the default again at the end of this function, and `f` only calls what is to
     // be tested.
     unsafe { asm!("ldmxcsr [{}]", "/* {} */", in(reg) &raw const state, inout(reg) inside) };

@@ -930,7 +930,7 @@ mod tests {
     fn the_absent_rank_and_the_deadline_are_named_whoever_is_late_first() {
         let (n, absent) = (4, 1);
         for first in [2, 3, 0] {
-            let mut ranks = joined(n, 1120_000);
+            let mut ranks = joined(n, 120_000);
             let _absent = ranks.remove(absent);
             let mut waiting: Vec<_> = ranks
                 .into_iter()

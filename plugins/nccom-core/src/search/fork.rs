@@ -42,6 +42,9 @@ pub enum Calculator {
     Trn1,
 }
 
+/// Whether a family is of one kind.
+type IsFamily = fn(Family) -> bool;
+
 impl Calculator {
     /// The calculator of a family.
     pub fn choose(family: Family) -> Self {
@@ -49,7 +52,7 @@ impl Calculator {
     }
 
     /// The tests of the family, in their order (INV-46); Trn1 is what is left.
-    const TESTS: [(fn(Family) -> bool, Calculator); 3] =
+    const TESTS: [(IsFamily, Calculator); 3] =
         [(Family::is_switch_v1, Self::Trn3SwitchV1), (Family::is_trn3, Self::Trn3), (Family::is_trn2, Self::Trn2)];
 
     /// The platform facts of the generation. Peer counts per engine are not recorded; these are four ports over the
