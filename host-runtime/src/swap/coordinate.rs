@@ -17,6 +17,9 @@ use crate::error::Error;
 use crate::limits::MESSAGE_PATIENCE;
 use crate::message::{self, MessageError};
 
+/// Pause before a socket that has closed a connection is asked again.
+const CLOSING: Duration = Duration::from_millis(5);
+
 /// What is wanted of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
@@ -112,11 +115,30 @@ pub fn status(tenant: &str) -> Result<Vec<Status>, Error> {
     Ok(meet(tenant)?.into_iter().map(|(_, s)| s).collect())
 }
 
+/// Asks for a status. One that closes the connection may be about to close its socket: it is asked again until it answers, or the
+/// kernel says that nobody listens.
+fn status_of(found: &control::Found) -> Result<(UnixStream, Answer), MessageError> {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    let begun = Instant::now();
+    loop {
+        let answer = control::ask(found, &Question::Status, &[]);
+        let closed = match &answer {
+            Err(MessageError::Closed) => true,
+            Err(MessageError::System(e)) => matches!(e.kind(), ConnectionReset | BrokenPipe),
+            _ => false,
+        };
+        if !closed || begun.elapsed() >= MESSAGE_PATIENCE {
+            return answer;
+        }
+        std::thread::sleep(CLOSING);
+    }
+}
+
 fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
     let mut all = Vec::new();
     let (found, passed_over) = control::find(tenant)?;
     for found in found {
-        match control::ask(&found, &Question::Status, &[]) {
+        match status_of(&found) {
             Ok((stream, Answer::Status(s))) if s.tenant == tenant => all.push((stream, s)),
             // A name that was shortened may be another's.
             Ok((_, Answer::Status(_))) => {}
