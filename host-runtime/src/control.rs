@@ -119,8 +119,7 @@ impl Control {
         // What others have left; who cannot look finds none.
         let _ = directory.sockets();
         let mut random = [0; 8];
-        rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-            .map_err(|e| system("reading a random number for a control socket")(e.into()))?;
+        hw_bridge::links::fill_random(&mut random).map_err(system("reading a random number for a control socket"))?;
         let name = format!("{}-{}-{:016x}", tag(tenant), std::process::id(), u64::from_ne_bytes(random));
         let listener = match directory.listen(&name) {
             Ok(listener) => listener,

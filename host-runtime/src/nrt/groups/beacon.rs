@@ -21,7 +21,7 @@
 //! another list has another list.
 //!
 //! The secret is derived from the group's key, on each host, and never sent: strays, other groups and plugins have no tag that
-//! fits. A program that was given the port of a rank that died learns one message to that rank, which no other rank takes, and
+//! fits, and a message that somebody repeats has a number that was taken. A program that was given the port of a rank that died learns one message to that rank, which no other rank takes, and
 //! can answer nothing. What it may do is look like a rank that lives and does not come; the deadline names that rank.
 //! What a message says is an allegation of a peer all the same; lengths are bounded, every wait has a deadline.
 //!
