@@ -12,7 +12,7 @@ use crate::bindings::net_plugin::exports::nccl::net::nccl_net_plugin_v6::{NcclEr
 use crate::bindings::neuron::hw::net;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::hw::objects::NetLibraryObject;
-use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::plugin::{HostState, Instance, Kind, Library, Source};
 use crate::reverse::line;
 use crate::status::Status;
 use crate::tenant::{NetState, Tenant, lock};
@@ -40,7 +40,7 @@ struct Bound {
 pub(crate) fn open(tenant: &Arc<Tenant>, path: Option<&Path>) {
     let state = match path {
         None => NetState::Absent("no net plugin is configured".into()),
-        Some(path) => match crate::plugin::load(tenant, path, Kind::Net, &[]) {
+        Some(path) => match load(tenant, path) {
             Ok(library) => {
                 tracing::info!(plugin = %library.name, "dlopened libnccom-net.so");
                 NetState::Open(Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() }))
@@ -60,7 +60,7 @@ pub(crate) fn open(tenant: &Arc<Tenant>, path: Option<&Path>) {
 /// Why it cannot take over.
 pub(crate) fn prepare(tenant: &Arc<Tenant>, path: &Path) -> Result<Arc<NetLibrary>, String> {
     let named = |why: String| format!("net plugin {}: {why}", path.display());
-    let library = crate::plugin::load(tenant, path, Kind::Net, &[]).map_err(named)?;
+    let library = load(tenant, path).map_err(named)?;
     let new = Arc::new(NetLibrary { path: path.into(), library, bound: Mutex::default() });
     new.bind(tenant).map_err(named)?;
     let old = match &*lock(&tenant.net) {
@@ -75,6 +75,10 @@ pub(crate) fn prepare(tenant: &Arc<Tenant>, path: &Path) -> Result<Arc<NetLibrar
         *lock(&new.bound) = None;
     }
     Ok(new)
+}
+
+fn load(tenant: &Tenant, path: &Path) -> Result<Arc<Library>, String> {
+    Source::read(tenant, path)?.load(tenant, Kind::Net, &[])
 }
 
 /// Puts a prepared net component in the place of the one that served; answers that one.

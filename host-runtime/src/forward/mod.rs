@@ -20,7 +20,7 @@ use crate::error::Error;
 use crate::hw::objects::Client;
 use crate::key::GroupKey;
 use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
-use crate::plugin::{HostState, Instance, Kind, Library};
+use crate::plugin::{HostState, Instance, Kind, Library, Source};
 use crate::reverse::line;
 use crate::status::Status;
 use crate::tenant::Tenant;
@@ -109,10 +109,19 @@ fn opening(reason: &str) -> LoadError {
     failed(format!("Error opening libnccom.so, cannot use collective operations! {reason}"))
 }
 
+fn about(path: &Path) -> impl Fn(String) -> LoadError {
+    move |reason| opening(&format!("plugin {}: {reason}", path.display()))
+}
+
+/// Reads the library that a tenant asks for.
+pub(crate) fn read(tenant: &Tenant, path: &Path) -> Result<Source, LoadError> {
+    Source::read(tenant, path).map_err(about(path))
+}
+
 /// Loads a library: import check, probe, 89, the other 36 by name, all or nothing. Touches no table.
-pub(crate) fn load(tenant: &Arc<Tenant>, path: &Path, without: &[String]) -> Result<Loaded, LoadError> {
-    let named = |reason: String| opening(&format!("plugin {}: {reason}", path.display()));
-    let library = crate::plugin::load(tenant, path, Kind::Transport, without).map_err(named)?;
+pub(crate) fn load(tenant: &Arc<Tenant>, source: &Source, without: &[String]) -> Result<Loaded, LoadError> {
+    let named = about(source.path());
+    let library = source.load(tenant, Kind::Transport, without).map_err(&named)?;
     let abort = AbortToken::new().map_err(|e| named(format!("its abort event could not be made: {e}")))?;
     let state = HostState::new(tenant.clone(), Some(library.clone()), abort, None);
     let instance = Instance::renewable(&library, state).map_err(named)?;
@@ -196,7 +205,7 @@ impl Forward {
             State::Loaded(_) => return Ok(()),
             State::Failed(text) => return Err(failed(text.clone())),
         }
-        match load(tenant, path, without) {
+        match read(tenant, path).and_then(|source| load(tenant, &source, without)) {
             Ok(loaded) => {
                 *self.write() = State::Loaded(Arc::new(loaded));
                 Ok(())
@@ -321,7 +330,7 @@ mod tests {
         let first = forward.load_once(&tenant, &path, &[]).unwrap_err().sentinel;
         // An attempt would find something else from here on, and say so.
         std::fs::write(&path, "no component").unwrap();
-        let other = load(&tenant, &path, &[]).map(|_| ()).unwrap_err().sentinel;
+        let other = read(&tenant, &path).and_then(|s| load(&tenant, &s, &[])).map(|_| ()).unwrap_err().sentinel;
         assert_ne!(first, other);
         std::thread::scope(|s| {
             for _ in 0..4 {

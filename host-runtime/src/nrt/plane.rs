@@ -500,7 +500,8 @@ mod tests {
                 std::thread::yield_now();
             }
             let plugin = runtime.config().plugin.clone().unwrap();
-            let new = crate::forward::load(runtime.tenant(), &plugin, &[]).unwrap();
+            let source = crate::forward::read(runtime.tenant(), &plugin).unwrap();
+            let new = crate::forward::load(runtime.tenant(), &source, &[]).unwrap();
             runtime.0.forward.replace(new).unwrap();
             drop(shut);
             let e = joins.join().unwrap().unwrap_err().to_string();

@@ -8,11 +8,13 @@
 //! All entries together have a bound, [`CACHE_BYTES`]: who stores one removes those that were not used for longest, but none
 //! that is being read.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs::DirBuilder;
 use std::io::{Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use cap_std::ambient_authority;
@@ -23,6 +25,7 @@ use wasmtime::Engine;
 use wasmtime::component::Component;
 
 use crate::limits::CACHE_BYTES;
+use crate::tenant::lock;
 use crate::vars;
 
 /// How long to wait for another process that compiles the same plugin; it may be stopped.
@@ -86,32 +89,83 @@ pub fn content_hash(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
 }
 
-fn key(engine: &Engine, bytes: &[u8]) -> String {
+fn key(engine: &Engine, digest: &str) -> String {
     use std::hash::{Hash, Hasher};
     #[allow(deprecated)]
     let mut h = std::hash::SipHasher::new();
     engine.precompile_compatibility_hash().hash(&mut h);
-    format!("{}-{:016x}", content_hash(bytes), h.finish())
+    format!("{digest}-{:016x}", h.finish())
+}
+
+/// Whether the compiled form of the plugin with this hash is here, or kept; what is kept may be damaged.
+pub(super) fn holds(engine: &Engine, digest: &str) -> bool {
+    let key = key(engine, digest);
+    let here = matches!(lock(&IN_USE).get(&key), Some(Held::Here(c)) if c.strong_count() > 0);
+    here || directory().is_some_and(|dir| dir.exists(entry(&key)))
+}
+
+/// What this process has of each compiled plugin, by key.
+static IN_USE: Mutex<BTreeMap<String, Held>> = Mutex::new(BTreeMap::new());
+static LOADED: Condvar = Condvar::new();
+
+enum Held {
+    /// Somebody reads or compiles it.
+    Awaited,
+    Here(Weak<Component>),
+}
+
+/// The compiled form of `bytes`, whose hash is `digest`: the one that is in use in this process, else the cache's, else it is
+/// compiled. All runtimes of a process share it, as long as one has it.
+pub(super) fn compile(engine: &Engine, bytes: &[u8], digest: &str) -> wasmtime::Result<Arc<Component>> {
+    let key = key(engine, digest);
+    let begun = Instant::now();
+    let mut held = lock(&IN_USE);
+    loop {
+        match held.get(&key) {
+            Some(Held::Here(c)) if let Some(c) = c.upgrade() => return Ok(c),
+            Some(Held::Awaited)
+                if let left = PATIENCE.saturating_sub(begun.elapsed())
+                    && !left.is_zero() =>
+            {
+                held = LOADED.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+            _ => break,
+        }
+    }
+    held.retain(|_, h| !matches!(h, Held::Here(c) if c.strong_count() == 0));
+    held.insert(key.clone(), Held::Awaited);
+    drop(held);
+    /// However it ends, nobody waits any more.
+    struct Ends<'a>(&'a str, Weak<Component>);
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            lock(&IN_USE).insert(self.0.into(), Held::Here(std::mem::take(&mut self.1)));
+            LOADED.notify_all();
+        }
+    }
+    let mut ends = Ends(&key, Weak::new());
+    let component = Arc::new(kept_or_compiled(engine, bytes, &key)?);
+    ends.1 = Arc::downgrade(&component);
+    Ok(component)
 }
 
 /// Compiles `bytes`, or takes the compiled form from the cache.
-pub(super) fn compile(engine: &Engine, bytes: &[u8]) -> wasmtime::Result<Component> {
+fn kept_or_compiled(engine: &Engine, bytes: &[u8], key: &str) -> wasmtime::Result<Component> {
     let Some(dir) = directory() else { return on_threads(engine, bytes) };
-    let key = key(engine, bytes);
-    if let Some(c) = load(engine, &dir, &key) {
+    if let Some(c) = load(engine, &dir, key) {
         return Ok(c);
     }
     // One compiles, the others wait and find it; without a lock (odd file system) both compile.
     let lock =
         dir.open_with(format!("{key}.lock"), OpenOptions::new().create(true).truncate(false).write(true).mode(0o600));
     let locked = lock.as_ref().is_ok_and(|f| locked_within(f, PATIENCE));
-    if locked && let Some(c) = load(engine, &dir, &key) {
+    if locked && let Some(c) = load(engine, &dir, key) {
         return Ok(c);
     }
     let component = on_threads(engine, bytes)?;
-    match store(&component, &dir, &key) {
+    match store(&component, &dir, key) {
         Ok(()) => {
-            if let Err(e) = trim(&dir, CACHE_BYTES, &entry(&key)) {
+            if let Err(e) = trim(&dir, CACHE_BYTES, &entry(key)) {
                 tracing::debug!("the compile cache was not trimmed: {e}");
             }
         }
@@ -210,7 +264,8 @@ fn store(component: &Component, dir: &Dir, key: &str) -> std::io::Result<()> {
 
 fn load(engine: &Engine, dir: &Dir, key: &str) -> Option<Component> {
     let mut f = dir.open(entry(key)).ok()?;
-    if !ours(&f.metadata().ok()?) {
+    let meta = f.metadata().ok()?;
+    if !ours(&meta) {
         tracing::warn!(key, "an entry of the compile cache that is not ours alone is ignored");
         return None;
     }
@@ -222,7 +277,8 @@ fn load(engine: &Engine, dir: &Dir, key: &str) -> Option<Component> {
         last_modification: now(rustix::fs::UTIME_NOW),
     };
     let _ = rustix::fs::futimens(&f, &times);
-    let mut all = Vec::new();
+    // Room for all of it at once: as it grows it would be copied.
+    let mut all = Vec::with_capacity(meta.len() as usize + 1);
     f.read_to_end(&mut all).ok()?;
     let code = all.get(40..)?;
     if &all[..8] != MAGIC || all[8..40] != digest(key, code) {
@@ -341,5 +397,39 @@ mod tests {
         assert!(load(&engine, &dir, "x").is_some());
         assert!(file.metadata().unwrap().modified().unwrap() > old + Duration::from_secs(3600));
         std::fs::remove_dir_all(&at).unwrap();
+    }
+
+    /// Whoever asks while it is in use gets the same code, at the same time too; one that does not compile keeps nobody waiting.
+    #[test]
+    fn what_is_in_use_is_shared_and_a_failure_is_not() {
+        let engine = Engine::default();
+        // Of this run alone: no cache has it.
+        let bytes = wat::parse_str(format!("(component (core module (func (export \"{}\"))))", line!())).unwrap();
+        let digest = format!("test-{}", std::process::id());
+        let first = std::thread::scope(|s| {
+            let all: Vec<_> = (0..4).map(|_| s.spawn(|| compile(&engine, &bytes, &digest).unwrap())).collect();
+            all.into_iter().map(|t| t.join().unwrap()).reduce(|a, b| {
+                assert!(Arc::ptr_eq(&a, &b));
+                b
+            })
+        })
+        .unwrap();
+        assert!(holds(&engine, &digest));
+        assert!(Arc::ptr_eq(&first, &compile(&engine, &bytes, &digest).unwrap()));
+        let gone = Arc::downgrade(&first);
+        drop(first);
+        assert!(gone.upgrade().is_none());
+        let digest = format!("test-bad-{}", std::process::id());
+        for _ in 0..2 {
+            assert!(compile(&engine, b"no component", &digest).is_err());
+        }
+        assert!(!holds(&engine, &digest));
+        if let Some(dir) = directory() {
+            for name in dir.entries().unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()) {
+                if name.starts_with(&format!("test-{}-", std::process::id())) || name.starts_with(&digest) {
+                    dir.remove_file(name).unwrap();
+                }
+            }
+        }
     }
 }

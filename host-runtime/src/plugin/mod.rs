@@ -16,7 +16,7 @@ pub mod state;
 pub mod supervisor;
 pub(crate) mod throttle;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use wasmtime::component::types::ComponentItem;
@@ -43,7 +43,7 @@ pub struct Library {
     pub bytes: u64,
     /// What its instances may do.
     pub grant: Arc<Grant>,
-    component: Component,
+    component: Arc<Component>,
     pre: InstancePre<HostState>,
     /// The 37 entries, once the gate was passed. Indices are the component's own: they stand here so that an instance is
     /// only ever called through those of its library.
@@ -67,29 +67,54 @@ pub enum Kind {
     Net,
 }
 
-/// Reads, compiles and links the plugin that a tenant asks for, by the one way that there is. The error is a sentence without
-/// the plugin's name.
-pub(crate) fn load(tenant: &Tenant, path: &Path, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
-    let name = path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned());
-    let bytes = source::read_for(tenant, path).map_err(|why| line(&why))?;
-    Library::link_within(&name, &bytes, kind, without, Grant::of(tenant), &tenant.limits).map_err(|denied| match denied
-        .limit
-    {
-        Some(limit) if tenant.policy.is_some() => {
-            tenant.counters.refused(limit);
-            line(&format!("{} (tenant {})", denied.why, tenant.name))
-        }
-        _ => line(&denied.why),
-    })
+/// A plugin file that its tenant may have, read once: the bytes that were checked are those that are compiled.
+pub(crate) struct Source {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    digest: String,
+}
+
+impl Source {
+    /// Reads the plugin that a tenant asks for. The error is a sentence without the plugin's name.
+    pub fn read(tenant: &Tenant, path: &Path) -> Result<Source, String> {
+        let bytes = source::read_for(tenant, path).map_err(|why| line(&why))?;
+        let digest = cache::content_hash(&bytes);
+        Ok(Source { path: path.into(), bytes, digest })
+    }
+
+    /// Where it was read.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether its compiled form is kept, so that a load costs milliseconds and not seconds.
+    pub fn is_compiled(&self) -> bool {
+        engine::engine().is_ok_and(|engine| cache::holds(engine, &self.digest))
+    }
+
+    /// Compiles and links it, by the one way that there is. The error is a sentence without the plugin's name.
+    pub fn load(&self, tenant: &Tenant, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
+        let name =
+            self.path.file_name().map_or_else(|| self.path.display().to_string(), |n| n.to_string_lossy().into());
+        let linked =
+            Library::link_within(&name, &self.bytes, &self.digest, kind, without, Grant::of(tenant), &tenant.limits);
+        linked.map_err(|denied| match denied.limit {
+            Some(limit) if tenant.policy.is_some() => {
+                tenant.counters.refused(limit);
+                line(&format!("{} (tenant {})", denied.why, tenant.name))
+            }
+            _ => line(&denied.why),
+        })
+    }
 }
 
 /// How the sentence begins of a component that is none, or damaged.
 pub const DAMAGED: &str = "it does not compile";
 
-/// Compiles a component that costs no more than `limits` allow, or takes the compiled form from the cache.
-fn compile(engine: &wasmtime::Engine, bytes: &[u8], limits: &Limits) -> Result<Component, Denied> {
+/// Compiles a component that costs no more than `limits` allow, or takes the compiled form from the cache. `digest` is its hash.
+fn compile(engine: &wasmtime::Engine, bytes: &[u8], digest: &str, limits: &Limits) -> Result<Arc<Component>, Denied> {
     cost::within(bytes, limits)?;
-    cache::compile(engine, bytes).map_err(|e| match hw_bridge::exhausted::may_make_code() {
+    cache::compile(engine, bytes, digest).map_err(|e| match hw_bridge::exhausted::may_make_code() {
         Ok(()) => format!("{DAMAGED}: {e:#}").into(),
         Err(forbidden) => format!("its code cannot be used: {forbidden}").into(),
     })
@@ -101,7 +126,8 @@ fn compile(engine: &wasmtime::Engine, bytes: &[u8], limits: &Limits) -> Result<C
 /// A sentence, which begins with [`DAMAGED`] unless it is not compiled for what that would cost.
 pub fn names(bytes: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
     let engine = engine::engine()?;
-    let component = compile(engine, bytes, &Limits::default()).map_err(|denied| line(&denied.why))?;
+    let digest = cache::content_hash(bytes);
+    let component = compile(engine, bytes, &digest, &Limits::default()).map_err(|denied| line(&denied.why))?;
     let ty = component.component_type();
     let imports = ty.imports(engine).map(|(name, _)| name.to_string()).collect();
     let exports = ty.exports(engine).map(|(name, _)| name.to_string()).collect();
@@ -113,13 +139,15 @@ impl Library {
     /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
     /// without the plugin's name.
     pub fn link(name: &str, bytes: &[u8], kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
-        Library::link_within(name, bytes, kind, without, Grant::default(), &Limits::default())
+        let digest = cache::content_hash(bytes);
+        Library::link_within(name, bytes, &digest, kind, without, Grant::default(), &Limits::default())
             .map_err(|denied| line(&denied.why))
     }
 
     fn link_within(
         name: &str,
         bytes: &[u8],
+        digest: &str,
         kind: Kind,
         without: &[String],
         most: Grant,
@@ -136,7 +164,7 @@ impl Library {
             _ => return Err("it is not a WebAssembly component".to_string().into()),
         }
         let grant = Arc::new(most.cut_to(bytes)?);
-        let component = compile(engine, bytes, limits)?;
+        let component = compile(engine, bytes, digest, limits)?;
         check::imports(engine, &component, kind, without, &grant.wasi)?;
         let mut linker = Linker::new(engine);
         crate::hw::add_to_linker(&mut linker)
@@ -145,10 +173,9 @@ impl Library {
         let pre = linker.instantiate_pre(&component).map_err(|e| {
             format!("an import has another type than this host serves: {e:#}; rebuild the plugin against wit/ of this release")
         })?;
-        let digest = cache::content_hash(bytes);
         Ok(Arc::new(Library {
             name: line(name),
-            digest,
+            digest: digest.into(),
             bytes: bytes.len() as u64,
             grant,
             component,
@@ -250,7 +277,7 @@ mod tests {
 
     fn instance(limits: Limits, callback: impl Fn() + Send + Sync + 'static) -> (Arc<Instance>, Arc<Tenant>) {
         let engine = engine::engine().unwrap();
-        let component = Component::new(engine, wat::parse_str(CALLS_BACK).unwrap()).unwrap();
+        let component = Arc::new(Component::new(engine, wat::parse_str(CALLS_BACK).unwrap()).unwrap());
         let mut linker = Linker::<HostState>::new(engine);
         linker
             .root()
@@ -321,7 +348,7 @@ mod tests {
             (core func $lowered (canon lower (func $callback)))
             (core module $m (import "" "callback" (func $callback)) (start $callback))
             (core instance (instantiate $m (with "" (instance (export "callback" (func $lowered)))))))"#;
-        let component = Component::new(engine, wat::parse_str(wat).unwrap()).unwrap();
+        let component = Arc::new(Component::new(engine, wat::parse_str(wat).unwrap()).unwrap());
         let seen: Arc<Mutex<Vec<Option<u32>>>> = Arc::default();
         let log = seen.clone();
         let mut linker = Linker::<HostState>::new(engine);

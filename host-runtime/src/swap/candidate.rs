@@ -15,7 +15,7 @@ use crate::forward::{self, Loaded};
 use crate::hw::objects::CommunicatorObject;
 use crate::nrt::Runtime;
 use crate::nrt::plane::{Plan, Plane};
-use crate::plugin::{Instance, Library, bounded};
+use crate::plugin::{Instance, Library, Source, bounded};
 use crate::reverse::line;
 
 /// What the old plugin has at least for the call by which it serves on.
@@ -58,6 +58,25 @@ pub(super) fn digest_words(bytes: &[u8]) -> [u64; 4] {
     std::array::from_fn(|i| u64::from_le_bytes(std::array::from_fn(|j| sum[i * 8 + j])))
 }
 
+/// Does what comes before anybody stands still on a thread that makes room for all others: reading, hashing and mapping a plugin
+/// is ten milliseconds of a core, which the operations of every tenant here would lose otherwise. A thread of its own, since
+/// one that has made room may not take it back.
+fn making_room<T: Send>(work: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+    let work = || {
+        // Nobody is refused less than there is.
+        let _ = rustix::process::nice(19);
+        work()
+    };
+    std::thread::scope(|s| {
+        let thread = std::thread::Builder::new().name("wccl-prepare".into()).spawn_scoped(s, work);
+        let thread = thread.map_err(|e| {
+            let limit = hw_bridge::exhausted::limit_of_threads(&e);
+            format!("the thread that prepares the plugin cannot be started: {e}{limit}")
+        })?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// One communicator that moves.
 #[derive(Debug)]
 pub(super) struct Move {
@@ -86,8 +105,16 @@ impl Candidate {
         inner.forward.loaded()?;
         let (loaded, kept) = match (request.plugin(runtime), parked) {
             (Some(path), _) => {
-                let loaded = forward::load(&inner.tenant, &path, &inner.config.without_callbacks);
-                (loaded.map_err(|e| e.sentinel)?, Vec::new())
+                let load = |source: &Source| {
+                    forward::load(&inner.tenant, source, &inner.config.without_callbacks).map_err(|e| e.sentinel)
+                };
+                // A compilation is seconds of every core: it would never come to its end where it makes room.
+                let (source, loaded) = making_room(|| {
+                    let source = forward::read(&inner.tenant, &path).map_err(|e| e.sentinel)?;
+                    let loaded = source.is_compiled().then(|| load(&source)).transpose()?;
+                    Ok((source, loaded))
+                })?;
+                (loaded.map_or_else(|| load(&source), Ok)?, Vec::new())
             }
             (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),
             (None, None) => return Err("there is no plugin to go back to".into()),
@@ -95,8 +122,13 @@ impl Candidate {
         Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept })
     }
 
-    /// PREPARE: an instance for each communicator that has none yet, made by `until`; answers how many there are.
+    /// PREPARE: an instance for each communicator, made by `until`, while nobody stands still yet; answers how many there are.
     pub fn prepare(&mut self, until: Instant) -> Result<usize, String> {
+        making_room(|| self.complete(until))
+    }
+
+    /// An instance for each communicator that has none yet, made by `until`; answers how many there are.
+    pub fn complete(&mut self, until: Instant) -> Result<usize, String> {
         for plane in self.runtime.0.swaps.planes() {
             if let Some(m) = self.moves.iter_mut().find(|m| Arc::ptr_eq(&m.plane, &plane)) {
                 // It may have been started again meanwhile.

@@ -188,7 +188,7 @@ impl Part<'_> {
         let shut = self.shut(until)?;
         let _passing = Passing::begin();
         // Those that were made meanwhile.
-        candidate.prepare(until)?;
+        candidate.complete(until)?;
         self.check_peers(candidate)?;
         self.at(Step::Export)?;
         if order.plugin.is_none() {
@@ -359,7 +359,7 @@ impl Part<'_> {
         }
         let shut = self.shut(until.min(Instant::now() + LAST_SHUT))?;
         let _passing = Passing::begin();
-        if candidate.prepare(until)? != planes.len() {
+        if candidate.complete(until)? != planes.len() {
             return Err("a communicator was made while the ranks came to a stand; try again".into());
         }
         if shut.entered() != exported && order.plugin.is_some() && !order.stateless {
