@@ -8,6 +8,7 @@
 //! What was ignored at the start (`nohup`) stays ignored.
 
 use std::ffi::OsString;
+use std::io::PipeReader;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::AsFd;
 use std::os::unix::process::ExitStatusExt;
@@ -119,17 +120,18 @@ impl Group {
             failed: None,
             asked: None,
             ending: false,
+            hurried: false,
             suspends: false,
             done: None,
             kills: Groups::own().kills(),
         };
-        let begun = watch.start_all();
-        let mut printing = None;
-        let ran = begun.and_then(|(printed, early)| {
-            printing = printed;
-            watch.run(early)
-        });
-        // Also if not all could be started.
+        let mut printing = self.tag.then(Printing::prepare).transpose()?;
+        let mut pipes = Pipes::default();
+        let begun = watch.start_all(&mut pipes);
+        // Those that run have something to say also if not all could be started.
+        let printed = printing.as_mut().map_or(Ok(()), |p| p.start(pipes.outs, pipes.errs));
+        let ran = begun.and_then(|early| printed.and_then(|()| watch.run(early)));
+        // So they are to end.
         let ended = watch.end();
         if let Some(p) = &mut printing {
             p.job_is_over();
@@ -138,6 +140,13 @@ impl Group {
         ran.and(ended)?;
         watch.verdict()
     }
+}
+
+/// What ranks write into, from the first rank on.
+#[derive(Default)]
+struct Pipes {
+    outs: Vec<PipeReader>,
+    errs: Vec<PipeReader>,
 }
 
 /// One run of a group.
@@ -155,6 +164,8 @@ struct Watch<'a> {
     asked: Option<(Signal, Instant)>,
     /// The guard was told to end all.
     ending: bool,
+    /// Somebody did not want to wait for the grace.
+    hurried: bool,
     /// This process stops when the ranks have.
     suspends: bool,
     /// What the guard said last.
@@ -164,10 +175,10 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    /// Starts the ranks; answers who prints what they write, and the ranks that have ended meanwhile.
-    fn start_all(&mut self) -> anyhow::Result<(Option<Printing>, Vec<Ended>)> {
+    /// Starts the ranks; answers those that have ended meanwhile.
+    fn start_all(&mut self, pipes: &mut Pipes) -> anyhow::Result<Vec<Ended>> {
         let nothing = std::fs::File::open("/dev/null").context("opening /dev/null")?;
-        let (mut outs, mut errs, mut early) = (Vec::new(), Vec::new(), Vec::new());
+        let mut early = Vec::new();
         let program = self.group.program.to_string_lossy();
         for rank in 0..self.group.ranks {
             let (stdin, stdout, stderr) = (std::io::stdin(), std::io::stdout(), std::io::stderr());
@@ -177,8 +188,8 @@ impl Watch<'_> {
                     || std::io::pipe().with_context(|| format!("making the pipes of rank {rank} (see ulimit -n)"));
                 let ((out, stdout), (err, stderr)) = (pipe()?, pipe()?);
                 self.guard.start_rank(rank, [stdin, stdout.as_fd(), stderr.as_fd()])?;
-                outs.push(out);
-                errs.push(err);
+                pipes.outs.push(out);
+                pipes.errs.push(err);
             } else {
                 self.guard.start_rank(rank, [stdin, stdout.as_fd(), stderr.as_fd()])?;
             }
@@ -201,8 +212,7 @@ impl Watch<'_> {
             }
         }
         self.guard.all_started()?;
-        let printing = self.group.tag.then(|| Printing::start(outs, errs)).transpose()?;
-        Ok((printing, early))
+        Ok(early)
     }
 
     /// Waits until all ranks have ended.
@@ -288,7 +298,10 @@ impl Watch<'_> {
             Signal::INT | Signal::TERM | Signal::QUIT => {
                 match self.asked {
                     None if !self.ending => self.begin_end(signal, reached)?,
-                    Some((_, since)) if signal == Signal::INT && since.elapsed() >= AGAIN => self.guard.kill()?,
+                    Some((_, since)) if signal == Signal::INT && since.elapsed() >= AGAIN => {
+                        self.hurried = true;
+                        self.guard.kill()?;
+                    }
                     _ => self.guard.signal(signal, reached)?,
                 }
                 self.asked.get_or_insert((signal, Instant::now()));
@@ -386,6 +399,7 @@ impl Watch<'_> {
             let grace = self.group.grace;
             let more = match (forced, left.is_empty()) {
                 (_, false) => format!("processes {left:?}, which ranks had started, cannot be ended"),
+                (true, _) if self.hurried => "what had not ended at the second Ctrl-C was killed".into(),
                 (true, _) => format!("what had not ended {grace:?} after it was asked to was killed (--grace)"),
                 _ => String::new(),
             };

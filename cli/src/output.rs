@@ -113,22 +113,33 @@ pub struct Printing {
     over: Vec<PipeWriter>,
     /// Its end is the end of the threads.
     threads: PipeReader,
+    /// For each of the two: by which it learns that the job is over, and says that it has ended.
+    streams: Vec<(PipeReader, PipeWriter)>,
 }
 
 impl Printing {
+    /// What is needed to print; the descriptors for it are taken here, so that they are there however many ranks are started.
+    ///
+    /// # Errors
+    /// No pipe.
+    pub fn prepare() -> anyhow::Result<Printing> {
+        let pipe = || std::io::pipe().context("making a pipe");
+        let (threads, alive) = pipe()?;
+        let [(a, over_a), (b, over_b)] = [pipe()?, pipe()?];
+        let other = alive.try_clone().context("making a pipe")?;
+        Ok(Printing { over: vec![over_a, over_b], threads, streams: vec![(a, alive), (b, other)] })
+    }
+
     /// Prints what comes from the pipes, by rank: stdout's to stdout, stderr's to stderr.
     ///
     /// # Errors
-    /// No thread, no pipe.
-    pub fn start(stdout: Vec<PipeReader>, stderr: Vec<PipeReader>) -> anyhow::Result<Printing> {
-        let (threads, alive) = std::io::pipe().context("making a pipe")?;
-        let mut printing = Printing { over: Vec::new(), threads };
+    /// No thread.
+    pub fn start(&mut self, stdout: Vec<PipeReader>, stderr: Vec<PipeReader>) -> anyhow::Result<()> {
         let one = same(std::io::stdout(), std::io::stderr());
         let screen = Arc::new(Mutex::new(Screen::default()));
         let other = if one { screen.clone() } else { Arc::default() };
-        printing.stream(false, stdout, std::io::stdout(), screen, &alive)?;
-        printing.stream(true, stderr, std::io::stderr(), other, &alive)?;
-        Ok(printing)
+        self.stream(true, stderr, std::io::stderr(), other)?;
+        self.stream(false, stdout, std::io::stdout(), screen)
     }
 
     fn stream(
@@ -137,11 +148,8 @@ impl Printing {
         pipes: Vec<PipeReader>,
         to: impl Write + Send + 'static,
         screen: Arc<Mutex<Screen>>,
-        alive: &PipeWriter,
     ) -> anyhow::Result<()> {
-        let (over, writer) = std::io::pipe().context("making a pipe")?;
-        self.over.push(writer);
-        let alive = alive.try_clone().context("making a pipe")?;
+        let (over, alive) = self.streams.pop().context("the output is printed already")?;
         let pipes = pipes.into_iter().enumerate();
         let pipes = pipes.map(|(r, pipe)| Pipe { from: (r, is_err), pipe, line: Vec::new(), since: None }).collect();
         std::thread::Builder::new()
@@ -157,6 +165,8 @@ impl Printing {
     /// Nothing of the job is left: what comes now is the last.
     pub fn job_is_over(&mut self) {
         self.over.clear();
+        // Of threads that were not started.
+        self.streams.clear();
     }
 
     /// What becomes readable when all is printed.

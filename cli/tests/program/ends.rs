@@ -303,17 +303,33 @@ fn what_does_not_end_in_the_grace_is_killed() {
 #[test]
 fn a_second_interrupt_is_enough() {
     let begun = Instant::now();
-    let mut job = Running::start(run(
-        &["-r", "1", "--grace", "3600"],
-        "trap 'echo no' INT; echo ready; while :; do sleep 0.05; done",
-    ));
+    let mut command =
+        run(&["-r", "1", "--grace", "3600"], "trap 'echo no' INT; echo ready; while :; do sleep 0.05; done");
+    command.stderr(Stdio::piped());
+    let mut job = Running::start(command);
     assert_eq!(job.line(), "ready");
     job.signal("INT");
     assert_eq!(job.line(), "no");
     std::thread::sleep(Duration::from_secs(1));
     job.signal("INT");
+    let mut text = String::new();
+    job.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
     assert_eq!(job.end().0.signal(), Some(2));
     assert!(begun.elapsed() < LONG);
+    // And not that it had an hour.
+    has(&text, &["what had not ended at the second Ctrl-C was killed"]);
+}
+
+/// Those that could be started have said something, and it is shown.
+#[test]
+fn the_output_of_ranks_is_shown_also_where_not_all_can_be_started() {
+    let wccl = env!("CARGO_BIN_EXE_wccl");
+    // SIGTERM stays ignored: whoever is asked to end still says it.
+    let script = format!("trap '' TERM; ulimit -n 40; exec '{wccl}' run -r 64 --tag -- echo here");
+    let out = Command::new("bash").args(["-c", &script]).output().unwrap();
+    let text = said(&out);
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    has(&text, &["making the pipes of rank ", "ulimit -n", "[0] here"]);
 }
 
 /// What was ignored when it started stays so: a job under `nohup` outlives its terminal.
@@ -335,12 +351,13 @@ fn an_ignored_hangup_stays_ignored() {
 /// process that loses its parent comes.
 #[test]
 fn the_first_process_of_a_container_ends_when_asked_to() {
-    let namespaces = ["--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"];
-    let allowed = Command::new("unshare").args(namespaces).arg("true").status().is_ok_and(|s| s.success());
-    if !allowed {
-        println!("skipped: no user and PID namespaces here");
-        return;
-    }
+    let pid = &["--pid", "--fork", "--mount-proc", "--kill-child"][..];
+    let own = [&["--user", "--map-root-user"], pid].concat();
+    // Root may make them itself where users may not.
+    let allowed = |n: &&[&str]| Command::new("unshare").args(*n).arg("true").status().is_ok_and(|s| s.success());
+    let namespaces = [&own[..], pid].into_iter().find(allowed);
+    let namespaces =
+        namespaces.expect("did not run: no PID namespaces here (needs user namespaces or root, and util-linux)");
     let mut command = Command::new("unshare");
     command.args(namespaces).arg(env!("CARGO_BIN_EXE_wccl")).args(["run", "-r", "2", "--", "bash", "-c"]);
     // Orphans that end at once: nobody but the guard or the launcher can wait for them.
