@@ -135,7 +135,7 @@ fn an_abort_ends_an_operation_at_once_also_with_the_peer_stopped() {
         );
     ranks.iter().for_each(|r| drop(r.line("met")));
     ranks[1].signal("STOP");
-    ranks[0].line("aborted in ");
+    ranks[0].line("aborts");
     let begun = Instant::now();
     has(&ranks[0].error(), &["error 14 NRT_CLOSED", "was aborted on rank 0", "the user said stop"]);
     soon("an operation ended by an abort", begun);
@@ -146,7 +146,7 @@ fn an_abort_ends_an_operation_at_once_also_with_the_peer_stopped() {
 fn an_abort_ends_an_init_at_once() {
     let root = free_root();
     let mut r = Rank::start(fault(""), 0, 2, &root, &[("FAULT_ABORT_INIT_MS", "1000")]);
-    r.line("aborted in ");
+    r.line("aborts");
     let begun = Instant::now();
     has(&r.error(), &["error 14 NRT_CLOSED", "the user said stop"]);
     soon("an init ended by an abort", begun);
@@ -164,7 +164,7 @@ fn an_abort_ends_a_connect_to_a_stopped_peer() {
         let b = Rank::start(fault("barrier sleep:600000 barrier"), 1, 2, &root, &[]);
         std::thread::sleep(Duration::from_millis(after));
         b.signal("STOP");
-        a.line("aborted in ");
+        a.line("aborts");
         let begun = Instant::now();
         if let Some(e) = a.end().1.iter().find(|l| l.starts_with("error ")) {
             has(e, &["the user said stop"]);
