@@ -17,7 +17,7 @@ use crate::hw::rendezvous::Published;
 use crate::key::GroupKey;
 use crate::limits::{MAX_CAUSES, MAX_CORE_INSTANCES, MAX_MEMORIES, MAX_TABLES, TABLE_ELEMENT, TICK};
 use crate::plugin::throttle::on_core;
-use crate::plugin::{Grant, Library};
+use crate::plugin::{Bound, Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
 
@@ -47,12 +47,12 @@ pub struct HostState {
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
-    /// When the waits of the entry that is called next end at the latest, if its caller has said so.
-    pub(crate) waits_until: Option<Instant>,
     /// The entry under way.
     pub(crate) entry: &'static str,
     /// Set once the instance is made: a start function may not start tasks.
     pub(crate) live: bool,
+    /// It takes the place of an instance that stopped, and is being made ready for that.
+    pub(crate) restarts: bool,
     /// Why the call under way is to end, if somebody wants that.
     pub(crate) unwanted: Arc<OnceLock<String>>,
     objects: usize,
@@ -63,10 +63,10 @@ pub struct HostState {
     held: usize,
     /// Whether its tenant had no memory left for it.
     crowded: bool,
+    /// When the call under way is to end, if its caller has said so.
+    bound: Bound,
     /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
     begun: Instant,
-    /// When the operation gives up that this call serves, if it serves one that does.
-    until: Option<Instant>,
     entered: Duration,
     spent: Duration,
     /// When the guest was last entered or looked at: a stop of the process shows in it.
@@ -108,9 +108,9 @@ impl HostState {
             key: None,
             root: None,
             published: Vec::new(),
-            waits_until: None,
             entry: "",
             live: false,
+            restarts: false,
             unwanted: Arc::default(),
             objects: 0,
             causes: Vec::new(),
@@ -119,7 +119,7 @@ impl HostState {
             held: 0,
             crowded: false,
             begun: Instant::now(),
-            until: None,
+            bound: Bound::NONE,
             entered: on_core(),
             spent: Duration::ZERO,
             looked: Instant::now(),
@@ -212,7 +212,7 @@ impl HostState {
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = self.now() + Duration::from_millis(u64::from(ms));
         let wall = self.begun.checked_add(self.tenant.limits.wall);
-        [wall, self.waits_until, self.until].into_iter().flatten().fold(asked, Instant::min)
+        [wall, self.bound.waits, self.bound.until].into_iter().flatten().fold(asked, Instant::min)
     }
 
     /// What the call's clock says, which does not run while the process is stopped.
@@ -242,7 +242,17 @@ impl HostState {
 
     /// Whether the operation that this call serves has given up.
     pub(crate) fn overdue(&self) -> bool {
-        self.until.is_some_and(|until| self.passed(until))
+        self.bound.until.is_some_and(|until| self.passed(until))
+    }
+
+    /// Whether the waits of this call are over.
+    pub(crate) fn waited(&self) -> bool {
+        self.bound.waits.is_some_and(|until| self.passed(until))
+    }
+
+    /// Whether the caller for whom a stopped instance was to be replaced had no more time.
+    pub(crate) fn cut_short(&self) -> bool {
+        self.restarts && self.overdue()
     }
 
     /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
@@ -259,7 +269,7 @@ impl HostState {
             format!("the call used more than its {call:?} of guest time")
         } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
-        } else if self.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
+        } else if self.bound.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
             "the call went on after the deadline of its operation".to_string()
         } else {
             return Ok(());
@@ -286,11 +296,11 @@ impl HostState {
         wasmtime::format_err!("{why}")
     }
 
-    /// Before a call of `entry`, for an operation that gives up at `until`: a fresh budget, no old sentences.
-    pub(crate) fn begin_call(&mut self, entry: &'static str, until: Option<Instant>) {
+    /// Before a call of `entry`, which is to end at `bound`: a fresh budget, no old sentences.
+    pub(crate) fn begin_call(&mut self, entry: &'static str, bound: Bound) {
         self.entry = entry;
         self.begun = Instant::now();
-        self.until = until;
+        self.bound = bound;
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
