@@ -203,9 +203,7 @@ impl Instance {
             let (_, limit) = store.data_mut().take_causes();
             let why = limit
                 .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
-            if !store.data().crowded() {
-                note_stop(library, store.data(), &why);
-            }
+            note_stop(library, store.data(), &why);
             Unmade { why, late: store.data().cut_short() }
         })?;
         store.data_mut().live = true;
@@ -444,10 +442,10 @@ impl Instance {
 fn note_stop(library: &Library, state: &HostState, why: &str) {
     let tenant = &state.tenant;
     tenant.counters.trapped();
-    // A guest has done nothing wrong that its own user's abort, or a swap, ended; or that had too little time to begin
-    // with what it is to begin with.
+    // A guest has done nothing wrong that its own user's abort, or a swap, ended; that had no room for others of its tenant; or
+    // that had too little time to begin with what it is to begin with.
     let ended = state.abort.aborted() || state.unwanted.get().is_some();
-    if !ended && !state.cut_short() {
+    if !ended && !state.crowded() && !state.cut_short() {
         tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
     }
 }

@@ -572,4 +572,41 @@ mod tests {
             });
         }
     }
+
+    /// Whatever the other instances of its tenant leave it: what the plugin does itself counts.
+    #[test]
+    fn a_stop_for_want_of_what_other_instances_have_is_no_fault_of_the_plugin() {
+        const GROWS: &str = r#"(component
+            (core module $m
+                (memory 1)
+                (func (export "grow") (if (i32.eq (memory.grow (i32.const 32)) (i32.const -1)) (then unreachable)))
+                (func (export "too-much") (if (i32.eq (memory.grow (i32.const 80)) (i32.const -1)) (then unreachable)))
+                (func (export "both") (drop (memory.grow (i32.const 32))) (loop br 0)))
+            (core instance $i (instantiate $m))
+            (func (export "grow") (canon lift (core func $i "grow")))
+            (func (export "too-much") (canon lift (core func $i "too-much")))
+            (func (export "both") (canon lift (core func $i "both"))))"#;
+        const MIB: usize = 1 << 20;
+        let (call, restart_pause) = (Duration::from_millis(100), Duration::ZERO);
+        let limits = Limits { memory_in_all: 4 * MIB, call, restart_pause, ..Limits::default() };
+        let (library, tenant) = (library(GROWS, |_| {}), limited(limits));
+        let i = Instance::renewable(&library, state(&tenant)).unwrap();
+        let stops = || tenant.supervisor.stops(&library.digest).0;
+        let others = 3 * MIB;
+        tenant.take_memory(others).unwrap();
+        let says = |name, text: &str| {
+            let e = call_as(&i, "entry", name).unwrap_err().to_string();
+            assert!(e.contains(text), "{e}");
+        };
+        says("grow", "limits.memory-in-all");
+        assert_eq!((stops(), tenant.counters.traps()), (0, 1));
+        // More than all may have together: nobody else need have any.
+        says("too-much", "limits.memory-in-all");
+        assert_eq!(stops(), 1);
+        // Of two reasons the last one counts.
+        says("both", "of guest time");
+        assert_eq!(stops(), 2);
+        tenant.memory.fetch_sub(others, Ordering::Relaxed);
+        call_as(&i, "entry", "grow").unwrap();
+    }
 }

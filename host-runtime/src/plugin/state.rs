@@ -61,7 +61,7 @@ pub struct HostState {
     /// Bytes of its linear memories, and of those and its tables together as its tenant counts them.
     memory: usize,
     held: usize,
-    /// Whether its tenant had no memory left for it.
+    /// Whether the limit is that other instances of its tenant have the memory.
     crowded: bool,
     /// When the call under way is to end, if its caller has said so.
     bound: Bound,
@@ -274,8 +274,13 @@ impl HostState {
         } else {
             return Ok(());
         };
-        self.limit = Some(why.clone());
+        self.ends(why.clone(), false);
         Err(wasmtime::format_err!("{why}"))
+    }
+
+    /// Notes the limit that stops the call if it does not come back, and whether others have what it is short of.
+    fn ends(&mut self, why: String, crowded: bool) {
+        (self.limit, self.crowded) = (Some(why), crowded);
     }
 
     /// Whether the call has taken so long in all.
@@ -292,7 +297,7 @@ impl HostState {
         } else {
             format!("{what}: the deadline of its operation has passed")
         };
-        self.limit = Some(why.clone());
+        self.ends(why.clone(), false);
         wasmtime::format_err!("{why}")
     }
 
@@ -398,15 +403,16 @@ impl HostState {
         match self.tenant.take_memory(more) {
             Ok(()) => self.held += more,
             Err(why) => {
-                self.crowded = true;
-                self.limit = Some(why);
+                // What is more than all may have together is not others' doing.
+                let alone = self.held.saturating_add(more) > self.tenant.limits.memory_in_all;
+                self.ends(why, !alone);
                 return false;
             }
         }
         true
     }
 
-    /// Whether its tenant had no memory left for it, which is no fault of the plugin's.
+    /// Whether other instances of its tenant had the memory that it asked for last, which is no fault of the plugin's.
     pub(crate) fn crowded(&self) -> bool {
         self.crowded
     }
@@ -425,7 +431,7 @@ impl ResourceLimiter for HostState {
         let total = self.memory.saturating_add(more);
         if total > most {
             self.tenant.counters.refused("limits.memory");
-            self.limit = Some(format!("the instance asked for {total} bytes of memory, its limit is {most}"));
+            self.ends(format!("the instance asked for {total} bytes of memory, its limit is {most}"), false);
             return Ok(false);
         }
         if !self.hold(more) {
@@ -442,7 +448,7 @@ impl ResourceLimiter for HostState {
         let most = self.tenant.limits.table;
         if desired > most {
             self.tenant.counters.refused("limits.table");
-            self.limit = Some(format!("the instance asked for a table of {desired} elements, its limit is {most}"));
+            self.ends(format!("the instance asked for a table of {desired} elements, its limit is {most}"), false);
             return Ok(false);
         }
         Ok(self.hold(desired.saturating_sub(current).saturating_mul(TABLE_ELEMENT)))
