@@ -6,7 +6,7 @@
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, RwLock};
+use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
 use hw_bridge::patience::{Wait, passed};
@@ -27,8 +27,10 @@ use crate::plugin::{Instance, bounded};
 use crate::status::Status;
 use crate::swap::Checkpoint;
 use crate::swap::doors::Inside;
-use crate::tenant::lock;
 use crate::turns::Turns;
+
+/// A wait that has no end by its caller's word ends all the same.
+const ENDLESS: Duration = Duration::from_secs(365 * 86_400);
 
 /// What the library planned for this rank, checked.
 #[derive(Debug)]
@@ -50,7 +52,9 @@ pub(crate) struct Plane {
     checkpoint: Turns<Option<Checkpoint>>,
     plan: RwLock<Arc<Plan>>,
     /// Every pair is connected.
-    expanded: Mutex<bool>,
+    expanded: AtomicBool,
+    /// Who connects them, or looks whether somebody has.
+    expanding: Turns<()>,
     /// Whether all ranks can read one another's private memory; agreed once, when every pair is linked.
     direct: OnceLock<bool>,
     /// The flight records of the first failure were written.
@@ -90,7 +94,8 @@ impl Seat {
             control: RwLock::new(control),
             checkpoint: Turns::default(),
             plan: RwLock::new(Arc::new(Plan { info, rings: Arc::default() })),
-            expanded: Mutex::new(false),
+            expanded: AtomicBool::new(false),
+            expanding: Turns::default(),
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
             left: AtomicBool::new(false),
@@ -293,16 +298,21 @@ impl Plane {
         // A deadline beyond what the clock can say is none. It runs while another stream connects as well.
         let since = Instant::now();
         let until = since.checked_add(timeout);
-        if *lock(&self.expanded) {
+        if self.expanded.load(Ordering::Acquire) {
             return Ok(self.core.endpoint.usable()?);
         }
-        // Before the lock: a swap waits for who is inside, and who is inside may wait for the lock.
+        // Before its turn: a swap waits for who is inside, and who is inside may wait for his turn.
         let _inside = self.runtime.0.doors.enter(what, timeout)?;
-        let mut expanded = lock(&self.expanded);
+        let mut wait = Wait::until(until.unwrap_or(since + ENDLESS)).since(since);
+        let Some(_turn) = self.expanding.enter(&mut wait) else {
+            let busy = "another stream of this rank is still connecting them".to_string();
+            let source = Box::new(Error::Group { what: busy, status: Status::TIMEOUT });
+            return Err(Error::Connecting { what, rank: self.core.rank, after: timeout, own: true, source });
+        };
         let endpoint = &self.core.endpoint;
-        // Whoever had the lock may have broken the communicator in there.
+        // Whoever had his turn before may have broken the communicator.
         endpoint.usable()?;
-        if *expanded {
+        if self.expanded.load(Ordering::Acquire) {
             return Ok(());
         }
         if let Err(told) = self.heed_peers() {
@@ -325,7 +335,7 @@ impl Plane {
                 e
             }
         })?;
-        *expanded = true;
+        self.expanded.store(true, Ordering::Release);
         self.keep_checkpoint(None);
         Ok(())
     }
@@ -546,6 +556,21 @@ mod tests {
         drop(restarting);
         seat.ask(Ask::Info, Patience::Operation(Instant::now() + FREE_PATIENCE)).unwrap();
         assert_eq!(restarts(), 1);
+    }
+
+    /// Nor for another stream, which has more time.
+    #[test]
+    fn an_operation_waits_for_who_connects_no_longer_than_its_deadline() {
+        let (runtime, joining) = alone();
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let connecting = seat.expanding.enter(&mut Wait::until(Instant::now())).unwrap();
+        let begun = Instant::now();
+        let e = seat.expand_connectivity("barrier", Duration::from_millis(20)).unwrap_err();
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        assert!(matches!(e, Error::Connecting { own: true, .. }), "{e}");
+        assert!(e.to_string().ends_with("another stream of this rank is still connecting them"), "{e}");
+        drop(connecting);
+        seat.expand_connectivity("barrier", Duration::from_secs(20)).unwrap();
     }
 
     /// A swap that does not wait for a rank that joins leaves no communicator of the library before.
