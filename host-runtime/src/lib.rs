@@ -49,6 +49,7 @@ pub mod serve;
 pub mod status;
 pub mod swap;
 pub mod tenant;
+mod turns;
 pub mod vars;
 
 pub use hw_bridge::dtype::{DataType, ReduceOp};

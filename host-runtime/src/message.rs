@@ -126,15 +126,15 @@ pub fn receive_within<T: DeserializeOwned>(
     most: usize,
     until: Instant,
 ) -> Result<(T, Vec<OwnedFd>), MessageError> {
-    let mut fds = Vec::new();
+    let (mut fds, began) = (Vec::new(), Instant::now());
     let mut head = [0; 4];
-    fill(stream, &mut head, &mut fds, most, until)?;
+    fill(stream, &mut head, &mut fds, most, began, until)?;
     let len = u32::from_le_bytes(head) as usize;
     if len > bytes {
         return Err(MessageError::Malformed(format!("it says that it has {len} bytes, at most {bytes} are read")));
     }
     let mut body = vec![0; len];
-    fill(stream, &mut body, &mut fds, most, until)?;
+    fill(stream, &mut body, &mut fds, most, began, until)?;
     Ok((parse(&body)?, fds))
 }
 
@@ -155,9 +155,9 @@ fn fill(
     bytes: &mut [u8],
     fds: &mut Vec<OwnedFd>,
     most: usize,
+    began: Instant,
     until: Instant,
 ) -> Result<(), MessageError> {
-    let began = Instant::now();
     let mut got = 0;
     while got < bytes.len() {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_MESSAGE_FDS))];
@@ -287,5 +287,23 @@ mod tests {
         let (a, _b) = UnixStream::pair().unwrap();
         let e = send(&a, &vec![0u8; MAX_MESSAGE_BYTES + 1], &[], soon()).unwrap_err();
         assert!(matches!(e, MessageError::Large(_)), "{e}");
+    }
+
+    /// Of its deadline too: what was stopped before its first byte counts for all of it.
+    #[test]
+    fn a_message_has_the_time_that_was_stopped_before_it_began() {
+        let (mut a, b) = UnixStream::pair().unwrap();
+        let until = Instant::now() + Duration::from_secs(2);
+        let sender = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(1400));
+            let now = Instant::now();
+            assert!(hw_bridge::patience::was_away(now - Duration::from_secs(5), now, Duration::ZERO));
+            a.write_all(&1u32.to_le_bytes()).unwrap();
+            // Past the deadline by the machine's clock, and not by that of the process.
+            std::thread::sleep(until.saturating_duration_since(Instant::now()) + Duration::from_millis(400));
+            a.write_all(&[7]).unwrap();
+        });
+        assert_eq!(receive::<u8>(&b, 0, until).unwrap().0, 7);
+        sender.join().unwrap();
     }
 }

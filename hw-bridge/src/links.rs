@@ -38,7 +38,7 @@ use crate::credentials::{self, PeerPid};
 use crate::dial::dial;
 use crate::limits::{LINK_HELLO, MAX_GRANTS, REFUSALS_LOGGED};
 use crate::log_rate::LogRate;
-use crate::patience::Wait;
+use crate::patience::{Wait, stopped_since};
 use crate::segment::{Segment, SegmentError};
 
 /// Bytes of the IPC field.
@@ -363,18 +363,19 @@ fn answer(mut stream: UnixStream, name: &[u8], grants: &Grants) -> Result<(), Li
         return Err(LinkError::Refused("it is another user's process".into()));
     }
     // One bound for the whole hello: a peer that trickles bytes must not hold the others up.
-    let until = Instant::now() + LINK_HELLO;
+    let (begun, until) = (Instant::now(), Instant::now() + LINK_HELLO);
+    bound(&stream, until, begun)?;
     let mut hello = [0u8; HELLO_BYTES];
     let mut got = 0;
     while got < hello.len() {
-        bound(&stream, until)?;
+        readable(&stream, None, until, begun).map_err(|e| match e {
+            LinkError::Gone(_) => LinkError::Refused("it did not say in time what it wants".into()),
+            e => e,
+        })?;
         match stream.read(&mut hello[got..]) {
             Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants".into())),
             Ok(n) => got += n,
-            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                return Err(LinkError::Refused("it did not say in time what it wants".into()));
-            }
+            Err(e) if matches!(e.kind(), std::io::ErrorKind::Interrupted | std::io::ErrorKind::WouldBlock) => {}
             Err(e) => return Err(sys("reading a link's hello")(e)),
         }
     }
@@ -432,8 +433,9 @@ fn refuse(stream: &mut UnixStream, status: u32, why: String) -> Result<(), LinkE
     Err(LinkError::Refused(why))
 }
 
-/// Lets the next read or write of `stream` last until `deadline` at most.
-fn bound(stream: &UnixStream, deadline: Instant) -> Result<(), LinkError> {
+/// Lets the next read or write of `stream` last until `deadline` at most, which was set at `since`.
+fn bound(stream: &UnixStream, deadline: Instant, since: Instant) -> Result<(), LinkError> {
+    let deadline = deadline.checked_add(stopped_since(since)).unwrap_or(deadline);
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(LinkError::Gone(std::io::ErrorKind::TimedOut.into()));
@@ -442,10 +444,15 @@ fn bound(stream: &UnixStream, deadline: Instant) -> Result<(), LinkError> {
     stream.set_write_timeout(Some(left)).map_err(sys("setting a link's time-out"))
 }
 
-/// Waits until `stream` can be read, at most until `deadline`, or until `stop` is readable.
-fn readable(stream: &UnixStream, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<(), LinkError> {
+/// Waits until `stream` can be read, at most until `deadline`, which was set at `since`, or until `stop` is readable.
+fn readable(
+    stream: &UnixStream,
+    stop: Option<BorrowedFd<'_>>,
+    deadline: Instant,
+    since: Instant,
+) -> Result<(), LinkError> {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut wait = Wait::until(deadline);
+    let mut wait = Wait::until(deadline).since(since);
     loop {
         let left = wait.left().unwrap_or_default();
         let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
@@ -493,6 +500,7 @@ pub fn connect(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: 
 /// # Errors
 /// As [`connect`].
 pub fn request(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Granted, LinkError> {
+    let begun = Instant::now();
     let hello = edge.hello(ipc)?;
     let (number, name) = read_record(ipc)?;
     let to = SocketAddrUnix::new_abstract_name(name).map_err(|_| LinkError::Malformed("it names no socket"))?;
@@ -507,14 +515,14 @@ pub fn request(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: 
     }
     // Before it answers, after which it hangs up: until then the connection tells that it lives.
     let watched = watch(&stream, cred.pid);
-    bound(&stream, deadline)?;
+    bound(&stream, deadline, begun)?;
     stream.write_all(&hello).map_err(LinkError::Gone)?;
 
     let mut out = [0u8; ANSWER_BYTES];
     let mut fds: Vec<OwnedFd> = Vec::with_capacity(3);
     let mut got = 0;
     while got < out.len() {
-        readable(&stream, stop, deadline)?;
+        readable(&stream, stop, deadline, begun)?;
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let r = rustix::net::recvmsg(
@@ -710,6 +718,37 @@ mod tests {
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
         let late = Instant::now() + Duration::from_secs(600);
         assert!(matches!(connect(&ipc, &edge(0), Some(stop.as_fd()), late), Err(LinkError::Stopped)));
+    }
+
+    /// From its begin to its end: the owner takes the connection in when the deadline has passed by the machine's clock.
+    #[test]
+    fn a_request_has_the_time_that_was_stopped_in_it() {
+        use crate::patience::was_away;
+        let name = format!("wccl-{:024x}", u64::from(std::process::id()) | 1 << 40);
+        let fd = rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+        rustix::net::listen(&fd, 0).unwrap();
+        let listener = UnixListener::from(fd);
+        let to = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        // There is no room for it.
+        let full: Vec<_> = std::iter::from_fn(|| dial(&to, None, Instant::now()).ok()).take(100).collect();
+        let mut ipc = [0u8; IPC_BYTES];
+        ipc[32] = name.len() as u8;
+        ipc[33..33 + name.len()].copy_from_slice(name.as_bytes());
+        let until = Instant::now() + Duration::from_secs(2);
+        std::thread::scope(|s| {
+            let asks = s.spawn(|| request(&ipc, &edge(7), None, until));
+            std::thread::sleep(Duration::from_millis(1400));
+            let now = Instant::now();
+            assert!(was_away(now - Duration::from_secs(5), now, Duration::ZERO));
+            std::thread::sleep(until.saturating_duration_since(Instant::now()) + Duration::from_millis(300));
+            let taken: Vec<_> = (0..=full.len()).map(|_| listener.accept().unwrap().0).collect();
+            let mut hello = [0; HELLO_BYTES];
+            (&taken[full.len()]).read_exact(&mut hello).unwrap();
+            assert_eq!(&hello[..4], &MAGIC.to_le_bytes());
+            drop(taken);
+            assert!(matches!(asks.join().unwrap(), Err(LinkError::Gone(_))));
+        });
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use hw_bridge::patience::stopped_since;
 use serde::{Deserialize, Serialize};
 use wasmtime::component::Resource;
 
@@ -22,7 +23,7 @@ use crate::hw::objects::{Client, CommCore};
 use crate::hw::sockets::decode;
 use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, byte_list};
-use crate::plugin::{Instance, bounded};
+use crate::plugin::{Instance, bounded, waiting};
 use crate::serve::client::Served;
 use crate::serve::wire;
 
@@ -77,7 +78,8 @@ impl Answer {
 pub(crate) enum Patience {
     /// As long as these say.
     Usual,
-    /// No wait in it outlasts the moment; the call may be made again.
+    /// No wait in it outlasts the moment, be it for another call of the instance, for a restart, or the guest's own; a guest
+    /// that goes on has the library's time. The call may be made again.
     Waits(Instant),
     /// It serves an operation that gives up then: the instance is stopped if it does not come back.
     Operation(Instant),
@@ -87,6 +89,24 @@ impl Patience {
     /// Of an operation that ends at `until`, or never.
     pub(super) fn operation(until: Option<Instant>) -> Patience {
         until.map_or(Patience::Usual, Patience::Operation)
+    }
+
+    /// When it ends, if it does before the library's own deadlines.
+    pub(crate) fn until(self) -> Option<Instant> {
+        match self {
+            Patience::Usual => None,
+            Patience::Waits(until) | Patience::Operation(until) => Some(until),
+        }
+    }
+
+    /// The same later on, for a call that knows nothing of a stop of the process since then.
+    pub(crate) fn resumed(self, since: Instant) -> Patience {
+        let later = |until: Instant| until.checked_add(stopped_since(since)).unwrap_or(until);
+        match self {
+            Patience::Usual => Patience::Usual,
+            Patience::Waits(until) => Patience::Waits(later(until)),
+            Patience::Operation(until) => Patience::Operation(later(until)),
+        }
     }
 }
 
@@ -216,12 +236,7 @@ impl Here {
         match patience {
             Patience::Usual => self.call(ask),
             Patience::Operation(until) => bounded(Some(until), || self.call(ask)),
-            Patience::Waits(until) => {
-                self.instance.peek(|s| s.waits_until = Some(until));
-                let answer = self.call(ask);
-                self.instance.peek(|s| s.waits_until = None);
-                answer
-            }
+            Patience::Waits(until) => waiting(until, || self.call(ask)),
         }
     }
 

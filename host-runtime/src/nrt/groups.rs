@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use beacon::{Beacon, Meeting};
 use hmac::Mac;
-use hw_bridge::patience::stopped_since;
+use hw_bridge::patience::{passed, stopped_since};
 use pool::Pool;
 use verdict::{Messages, Refusal, agree, patience};
 
@@ -253,11 +253,12 @@ impl Messages for Bootstrap<'_> {
 
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String> {
         loop {
-            let begun = self.begun + stopped_since(self.begun);
-            let until = begun + patience(self.comm.runtime().socket_timeout(), rounds);
-            match self.comm.bootstrap_recv_until(self.members[from] as i32, bytes as u64, until) {
+            let until = self.begun + patience(self.comm.runtime().socket_timeout(), rounds);
+            let by = until + stopped_since(self.begun);
+            match self.comm.bootstrap_recv_until(self.members[from] as i32, bytes as u64, by) {
                 Ok(got) => return Ok(got),
-                Err(e) if e.status() == Status::TIMEOUT && Instant::now() + PAUSE < until => std::thread::sleep(PAUSE),
+                // What was stopped within the call counts as well.
+                Err(e) if e.status() == Status::TIMEOUT && !passed(until, self.begun) => std::thread::sleep(PAUSE),
                 Err(e) => {
                     self.lost = true;
                     return Err(self.about(from, &e));

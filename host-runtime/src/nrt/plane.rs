@@ -6,10 +6,10 @@
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, RwLock};
+use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
-use hw_bridge::patience::{passed, stopped_since};
+use hw_bridge::patience::{Wait, passed};
 use hw_bridge::peers::RankState;
 use hw_bridge::sequencer::OpError;
 
@@ -27,7 +27,10 @@ use crate::plugin::{Instance, bounded};
 use crate::status::Status;
 use crate::swap::Checkpoint;
 use crate::swap::doors::Inside;
-use crate::tenant::lock;
+use crate::turns::Turns;
+
+/// A wait that has no end by its caller's word ends all the same.
+const ENDLESS: Duration = Duration::from_secs(365 * 86_400);
 
 /// What the library planned for this rank, checked.
 #[derive(Debug)]
@@ -46,10 +49,12 @@ pub(crate) struct Plane {
     /// Who answers its control calls.
     control: RwLock<Control>,
     /// What the plugin last said of its plan, for an instance in the place of one that stopped.
-    checkpoint: Mutex<Option<Checkpoint>>,
+    checkpoint: Turns<Option<Checkpoint>>,
     plan: RwLock<Arc<Plan>>,
     /// Every pair is connected.
-    expanded: Mutex<bool>,
+    expanded: AtomicBool,
+    /// Who connects them, or looks whether somebody has.
+    expanding: Turns<()>,
     /// Whether all ranks can read one another's private memory; agreed once, when every pair is linked.
     direct: OnceLock<bool>,
     /// The flight records of the first failure were written.
@@ -87,9 +92,10 @@ impl Seat {
             core,
             logical_core: place.core,
             control: RwLock::new(control),
-            checkpoint: Mutex::default(),
+            checkpoint: Turns::default(),
             plan: RwLock::new(Arc::new(Plan { info, rings: Arc::default() })),
-            expanded: Mutex::new(false),
+            expanded: AtomicBool::new(false),
+            expanding: Turns::default(),
             direct: OnceLock::new(),
             dumped: AtomicBool::new(false),
             left: AtomicBool::new(false),
@@ -195,10 +201,7 @@ impl Plane {
     /// [`Error::Frozen`].
     pub(crate) fn enter(&self, entry: &'static str, patience: Patience) -> Result<Inside<'_>, Error> {
         let inner = &self.runtime.0;
-        let most = match patience {
-            Patience::Usual => Duration::MAX,
-            Patience::Waits(until) | Patience::Operation(until) => until.saturating_duration_since(Instant::now()),
-        };
+        let most = patience.until().map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
         inner.doors.enter(entry, most.min(inner.tenant.limits.entry))
     }
 
@@ -211,29 +214,37 @@ impl Plane {
         if let (Ask::Stopped, Control::Here(here)) = (&ask, self.who()) {
             return here.ask(ask, patience);
         }
-        let _inside = self.enter("an entry of the library", patience)?;
-        let answer = self.serving()?.ask(ask, patience);
+        const ENTRY: &str = "an entry of the library";
+        let begun = Instant::now();
+        let _inside = self.enter(ENTRY, patience)?;
+        let serves = self.serving(ENTRY, patience.until(), begun)?;
+        let answer = serves.ask(ask, patience.resumed(begun));
         self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
         answer
     }
 
-    /// Who is to be called. An instance that has stopped is replaced by a new one with the plan of the last checkpoint, or
-    /// without if the checkpoint is what stopped it, as often as the tenant's limits allow; of a plugin without checkpoints it
-    /// stays, and answers what stopped it. Bootstrap connections ended with the old one.
-    fn serving(&self) -> Result<Control, Error> {
+    /// Who is to be called, for a call of `entry` that began at `begun` and is over at `until`. An instance that has stopped is
+    /// replaced by a new one with the plan of the last checkpoint, or without if the checkpoint is what stopped it, as often as
+    /// the tenant's limits allow; of a plugin without checkpoints it stays, and answers what stopped it. Bootstrap connections
+    /// ended with the old one.
+    fn serving(&self, entry: &'static str, until: Option<Instant>, begun: Instant) -> Result<Control, Error> {
         let has_stopped = |who: &Control| matches!(who, Control::Here(here) if here.instance.stopped().is_some());
         let who = self.who();
         // One that stops in its probation gives way to the plugin before.
         if !has_stopped(&who) || self.runtime.0.swaps.on_probation() {
             return Ok(who);
         }
+        let Control::Here(old) = &who else { return Ok(who) };
         // One at a time: who waited finds the new one.
-        let checkpoint = lock(&self.checkpoint);
+        let longest = self.runtime.0.tenant.limits.entry;
+        let mut wait = Wait::until(until.into_iter().fold(begun + longest, Instant::min)).since(begun);
+        let late = || old.instance.late(entry, begun);
+        let checkpoint = self.checkpoint.enter(&mut wait).ok_or_else(late)?;
         let who = self.who();
         let (Some(checkpoint), Control::Here(here), true) = (&*checkpoint, &who, has_stopped(&who)) else {
             return Ok(who);
         };
-        let (instance, handle) = checkpoint.restore(&here.instance, &self.core)?;
+        let (instance, handle) = checkpoint.restore(&here.instance, &self.core, entry, until, begun)?;
         let made = Control::Here(Here { runtime: self.runtime.clone(), instance, handle });
         let mut control = self.control.write().unwrap_or_else(|p| p.into_inner());
         // A swap that did not wait for this call has put another one there.
@@ -246,8 +257,8 @@ impl Plane {
     /// Keeps the plan that the plugin has now, if it hands it out, until `until` at the latest. A service does so by itself.
     pub(crate) fn keep_checkpoint(&self, until: Option<Instant>) {
         while let Control::Here(here) = self.who() {
-            // Whoever restores one has the lock; what it keeps is as good.
-            let Ok(mut kept) = self.checkpoint.try_lock() else { return };
+            // Whoever restores one has it; what that one keeps is as good.
+            let Some(mut kept) = self.checkpoint.enter(&mut Wait::until(Instant::now())) else { return };
             *kept = Checkpoint::take((&*here.instance, here.handle), until).unwrap_or_else(|(why, without)| {
                 let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
                 tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
@@ -255,7 +266,7 @@ impl Plane {
                 without
             });
             drop(kept);
-            // A swap that did not wait for this call has put another one there, and found the lock taken.
+            // A swap that did not wait for this call has put another one there, and found it taken.
             if self.control().is_ok_and(|(now, _)| Arc::ptr_eq(&now, &here.instance)) {
                 return;
             }
@@ -287,16 +298,21 @@ impl Plane {
         // A deadline beyond what the clock can say is none. It runs while another stream connects as well.
         let since = Instant::now();
         let until = since.checked_add(timeout);
-        if *lock(&self.expanded) {
+        if self.expanded.load(Ordering::Acquire) {
             return Ok(self.core.endpoint.usable()?);
         }
-        // Before the lock: a swap waits for who is inside, and who is inside may wait for the lock.
+        // Before its turn: a swap waits for who is inside, and who is inside may wait for his turn.
         let _inside = self.runtime.0.doors.enter(what, timeout)?;
-        let mut expanded = lock(&self.expanded);
+        let mut wait = Wait::until(until.unwrap_or(since + ENDLESS)).since(since);
+        let Some(_turn) = self.expanding.enter(&mut wait) else {
+            let busy = "another stream of this rank is still connecting them".to_string();
+            let source = Box::new(Error::Group { what: busy, status: Status::TIMEOUT });
+            return Err(Error::Connecting { what, rank: self.core.rank, after: timeout, own: true, source });
+        };
         let endpoint = &self.core.endpoint;
-        // Whoever had the lock may have broken the communicator in there.
+        // Whoever had his turn before may have broken the communicator.
         endpoint.usable()?;
-        if *expanded {
+        if self.expanded.load(Ordering::Acquire) {
             return Ok(());
         }
         if let Err(told) = self.heed_peers() {
@@ -305,7 +321,7 @@ impl Plane {
             return Err(told);
         }
         // Each call has a clock of its own, which knows nothing of a stop in the one before.
-        let patience = || Patience::operation(until.and_then(|until| until.checked_add(stopped_since(since))));
+        let patience = || Patience::operation(until).resumed(since);
         let connected = self
             .ask(Ask::Expand, patience())
             .and_then(|_| self.check_members())
@@ -319,7 +335,7 @@ impl Plane {
                 e
             }
         })?;
-        *expanded = true;
+        self.expanded.store(true, Ordering::Release);
         self.keep_checkpoint(None);
         Ok(())
     }
@@ -479,6 +495,82 @@ mod tests {
                 e => panic!("{e}"),
             }
         }
+    }
+
+    /// Nor does it wait longer for another call, or change what that one waits for.
+    #[test]
+    fn a_call_waits_behind_another_no_longer_than_its_deadline() {
+        let (runtime, joining) = alone();
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let (instance, _) = seat.control().unwrap();
+        let (inside, entered) = std::sync::mpsc::channel();
+        let (done, asked) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let waits = move |_: &mut _, _| {
+                    inside.send(()).unwrap();
+                    // It ends all the same if it is waited for.
+                    let _ = asked.recv_timeout(Duration::from_secs(10));
+                    Ok(())
+                };
+                instance.with("slow", waits).unwrap();
+            });
+            entered.recv().unwrap();
+            for patience in [Patience::Waits, Patience::Operation] {
+                match seat.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))) {
+                    Err(Error::Busy { inside: "slow", .. }) => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            let _ = done.send(());
+        });
+        seat.ask(Ask::Info, Patience::Usual).unwrap();
+    }
+
+    /// Stops the instance as a trap would.
+    fn stop(seat: &Seat) {
+        let (instance, _) = seat.control().unwrap();
+        instance.with("trap", |_, _| Err::<(), _>(wasmtime::format_err!("a trap"))).unwrap_err();
+    }
+
+    /// Neither for the restart itself, nor for another caller's.
+    #[test]
+    fn a_call_waits_for_a_restart_no_longer_than_its_deadline() {
+        let (runtime, joining) = alone();
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        seat.keep_checkpoint(None);
+        stop(&seat);
+        std::thread::sleep(runtime.0.tenant.limits.restart_pause);
+        let late = |patience: Patience| match seat.ask(Ask::Info, patience) {
+            Err(Error::Busy { inside: "restart", .. }) => {}
+            other => panic!("{other:?}"),
+        };
+        let restarts = || runtime.0.tenant.supervisor.standing()[0].restarts;
+        // Which is the deadline that has passed before it begins.
+        late(Patience::Operation(Instant::now()));
+        assert_eq!(restarts(), 0);
+        let restarting = seat.checkpoint.enter(&mut Wait::until(Instant::now())).unwrap();
+        for patience in [Patience::Waits, Patience::Operation] {
+            late(patience(Instant::now() + Duration::from_millis(20)));
+        }
+        drop(restarting);
+        seat.ask(Ask::Info, Patience::Operation(Instant::now() + FREE_PATIENCE)).unwrap();
+        assert_eq!(restarts(), 1);
+    }
+
+    /// Nor for another stream, which has more time.
+    #[test]
+    fn an_operation_waits_for_who_connects_no_longer_than_its_deadline() {
+        let (runtime, joining) = alone();
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let connecting = seat.expanding.enter(&mut Wait::until(Instant::now())).unwrap();
+        let begun = Instant::now();
+        let e = seat.expand_connectivity("barrier", Duration::from_millis(20)).unwrap_err();
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        assert!(matches!(e, Error::Connecting { own: true, .. }), "{e}");
+        assert!(e.to_string().ends_with("another stream of this rank is still connecting them"), "{e}");
+        drop(connecting);
+        seat.expand_connectivity("barrier", Duration::from_secs(20)).unwrap();
     }
 
     /// A swap that does not wait for a rank that joins leaves no communicator of the library before.

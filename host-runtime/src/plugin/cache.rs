@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use cap_std::ambient_authority;
 use cap_std::fs::{Dir, File, Metadata, MetadataExt, OpenOptions, OpenOptionsExt};
+use hw_bridge::reduce::in_default_float_state;
 use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use wasmtime::Engine;
@@ -149,8 +150,14 @@ pub(super) fn compile(engine: &Engine, bytes: &[u8], digest: &str) -> wasmtime::
     Ok(component)
 }
 
-/// Compiles `bytes`, or takes the compiled form from the cache.
+/// Compiles `bytes`, or takes the compiled form from the cache. The compiler computes constants as this thread would: what is
+/// kept is for other programs too, so it does in the default floating-point state, whichever this program is in. The threads
+/// that are started for it inherit that.
 fn kept_or_compiled(engine: &Engine, bytes: &[u8], key: &str) -> wasmtime::Result<Component> {
+    in_default_float_state(|| kept_or_compiled_here(engine, bytes, key))
+}
+
+fn kept_or_compiled_here(engine: &Engine, bytes: &[u8], key: &str) -> wasmtime::Result<Component> {
     let Some(dir) = directory() else { return on_threads(engine, bytes) };
     if let Some(c) = load(engine, &dir, key) {
         return Ok(c);
@@ -431,5 +438,47 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Runs `f` on a thread that rounds up and has zeros for subnormals, as a program may leave one.
+    #[cfg(target_arch = "x86_64")]
+    fn in_another_float_state<R: Send>(f: impl FnOnce() -> R + Send) -> R {
+        std::thread::scope(|s| {
+            let changed = s.spawn(|| {
+                let (mut before, state) = (0u32, 0x1F80u32 | 1 << 15 | 1 << 6 | 0b10 << 13);
+                // SAFETY: four bytes are written, four read; the state is put back before the thread goes on.
+                unsafe {
+                    std::arch::asm!("stmxcsr [{}]", "ldmxcsr [{}]", in(reg) &raw mut before, in(reg) &raw const state);
+                }
+                let answer = f();
+                // SAFETY: four bytes are read.
+                unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const before) };
+                answer
+            });
+            changed.join().unwrap()
+        })
+    }
+
+    /// The compiler computes constants, on threads that inherit their state.
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn code_does_not_depend_on_the_float_state_of_who_has_it_compiled() {
+        let engine = super::super::engine::engine().unwrap();
+        // A subnormal product, a sum that is rounded; beside others, so that there is work for every thread.
+        let function = "(func (export \"{}\") (result f64) (f64.add (f64.promote_f32 (f32.mul (f32.const 0x1p-100) (f32.const \
+                        0x1p-40))) (f64.add (f64.const 1) (f64.const 0x1p-60))))";
+        let functions: String = (0..64).map(|i| function.replace("{}", &i.to_string())).collect();
+        let bytes = wat::parse_str(format!("(component (core module {functions}))")).unwrap();
+        let code = |key: &str| {
+            let made = kept_or_compiled(engine, &bytes, &format!("test-{}-{key}", std::process::id())).unwrap();
+            made.serialize().unwrap()
+        };
+        let (usual, changed) = (code("usual"), in_another_float_state(|| code("changed")));
+        if let Some(dir) = directory() {
+            for (key, suffix) in [("usual", "cwasm"), ("usual", "lock"), ("changed", "cwasm"), ("changed", "lock")] {
+                let _ = dir.remove_file(format!("test-{}-{key}.{suffix}", std::process::id()));
+            }
+        }
+        assert!(usual == changed, "other code");
     }
 }

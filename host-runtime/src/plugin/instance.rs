@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
-use hw_bridge::patience::Wait;
+use hw_bridge::patience::{Wait, stopped_since};
 use hw_bridge::reduce::in_default_float_state;
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
@@ -28,23 +28,56 @@ use crate::tenant::{Tenant, lock};
 thread_local! {
     /// Instances on this thread's stack, by address of their gate.
     static ON_STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
-    /// When the operation gives up for which this thread's next call is made.
-    static UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// When this thread's next call is to end.
+    static BOUND: Cell<Bound> = const { Cell::new(Bound::NONE) };
     /// The key of the group for which this thread's next call is made, of an instance that has none of its own.
     static KEY: Cell<Option<GroupKey>> = const { Cell::new(None) };
 }
 
-/// Makes one call of an instance, or an instance, whose waits end at `until`: the wrappers of the entries have the library's
-/// parameters and no more.
+/// When a call is to end, beside the limits of its tenant.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Bound {
+    /// When the operation gives up that it serves: the instance is stopped if the call does not come back.
+    pub(crate) until: Option<Instant>,
+    /// When its waits end.
+    pub(crate) waits: Option<Instant>,
+}
+
+impl Bound {
+    pub(crate) const NONE: Bound = Bound { until: None, waits: None };
+
+    /// Of what the call waits for before it is made.
+    fn first(self) -> Option<Instant> {
+        self.until.into_iter().chain(self.waits).min()
+    }
+
+    /// The same later on, for what knows nothing of a stop of the process since then.
+    fn resumed(self, since: Instant) -> Bound {
+        let later = |until: Instant| until.checked_add(stopped_since(since)).unwrap_or(until);
+        Bound { until: self.until.map(later), waits: self.waits.map(later) }
+    }
+}
+
+/// Makes one call of an instance, or an instance, that serves an operation which gives up at `until`: the wrappers of the
+/// entries have the library's parameters and no more.
 pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
+    within(Bound { until, ..Bound::NONE }, call)
+}
+
+/// Makes one call of an instance, with no wait in it that outlasts `until`, be it for another call or the guest's.
+pub(crate) fn waiting<R>(until: Instant, call: impl FnOnce() -> R) -> R {
+    within(Bound { waits: Some(until), ..Bound::NONE }, call)
+}
+
+fn within<R>(bound: Bound, call: impl FnOnce() -> R) -> R {
     /// A call that was refused before it came to its instance, or panicked, has not taken it.
     struct Untaken;
     impl Drop for Untaken {
         fn drop(&mut self) {
-            UNTIL.set(None);
+            BOUND.set(Bound::NONE);
         }
     }
-    UNTIL.set(until);
+    BOUND.set(bound);
     let _untaken = Untaken;
     call()
 }
@@ -94,6 +127,13 @@ impl std::fmt::Debug for Inner {
 /// Why an instance does not serve any more.
 pub type Stop = String;
 
+/// Why there is no new instance.
+struct Unmade {
+    why: String,
+    /// It is the deadline of the call that it was to be made for.
+    late: bool,
+}
+
 /// Holds the instance entered; leaves it when dropped.
 struct Entered<'a>(&'a Instance, #[allow(dead_code)] (Ticking, Working<'a>));
 
@@ -119,7 +159,7 @@ impl Instance {
 
     fn make(library: &Arc<Library>, state: HostState, renewable: bool) -> Result<Arc<Instance>, String> {
         let tenant = state.tenant.clone();
-        let (store, instance) = Instance::store(library, state)?;
+        let (store, instance) = Instance::store(library, state).map_err(|unmade| unmade.why)?;
         Ok(Instance::of(library, &tenant, store, instance, renewable))
     }
 
@@ -145,14 +185,15 @@ impl Instance {
     fn store(
         library: &Arc<Library>,
         state: HostState,
-    ) -> Result<(Store<HostState>, wasmtime::component::Instance), String> {
-        let engine = super::engine::engine()?;
+    ) -> Result<(Store<HostState>, wasmtime::component::Instance), Unmade> {
+        let refused = |why| Unmade { why, late: false };
+        let engine = super::engine::engine().map_err(refused)?;
         let tenant = state.tenant.clone();
         // Whatever it is for: a communicator, a task, the net plugin's first binding.
-        tenant.supervisor.admit(library, &tenant.limits).map_err(|refusal| refusal.to_string())?;
+        tenant.supervisor.admit(library, &tenant.limits).map_err(|refusal| refused(refusal.to_string()))?;
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
-        store.data_mut().begin_call("instantiate", UNTIL.take());
+        store.data_mut().begin_call("instantiate", BOUND.take());
         let span = store.data().span.clone();
         let _logged = span.enter();
         let ticking = Ticking::start();
@@ -160,41 +201,82 @@ impl Instance {
         drop(ticking);
         let instance = made.map_err(|e| {
             let (_, limit) = store.data_mut().take_causes();
-            let cause = limit
+            let why = limit
                 .unwrap_or_else(|| format!("it stopped while it was instantiated: {}", cause_of(&e, store.data())));
-            if !store.data().crowded() {
-                note_stop(library, store.data(), &cause);
-            }
-            cause
+            note_stop(library, store.data(), &why);
+            Unmade { why, late: store.data().cut_short() }
         })?;
         store.data_mut().live = true;
         Ok((store, instance))
     }
 
-    /// A new store in the place of one with `old`, which has stopped, as often as the tenant's limits allow.
-    fn store_again(
-        &self,
-        old: &HostState,
-        entry: &'static str,
-    ) -> Result<(Store<HostState>, wasmtime::component::Instance), Error> {
-        let (library, tenant) = (&self.library, &self.tenant);
-        let refused = |refusal| self.supervised(entry, refusal);
-        tenant.supervisor.admit_again(library, &tenant.limits, Instant::now()).map_err(refused)?;
-        let mut state = HostState::new(tenant.clone(), Some(library.clone()), old.abort.clone(), old.core);
+    /// What the store begins with that takes the place of one with `old`, which has stopped.
+    fn state_again(&self, old: &HostState) -> HostState {
+        let mut state = HostState::new(self.tenant.clone(), Some(self.library.clone()), old.abort.clone(), old.core);
         state.client.clone_from(&old.client);
         // What serves no communicator has the key of a group only within a call that is for it; one that was not left in order
         // still has it.
         state.key = old.key.filter(|_| !self.renewable);
         state.seat = old.seat;
-        let made = Instance::store(library, state).map_err(|cause| self.stop_error(entry, cause, Vec::new()))?;
+        state.restarts = true;
+        state
+    }
+
+    /// A new store with `state` for a call that gives up at `until`, as often as the tenant's limits allow. Guest code runs in
+    /// here: no lock is held that somebody else may want.
+    fn store_again(
+        &self,
+        state: HostState,
+        entry: &'static str,
+        until: Option<Instant>,
+    ) -> Result<(Store<HostState>, wasmtime::component::Instance), Error> {
+        let (library, tenant, begun) = (&self.library, &self.tenant, Instant::now());
+        let refused = |refusal| self.supervised(entry, refusal);
+        tenant.supervisor.admit_again(library, &tenant.limits, begun).map_err(refused)?;
+        let made = bounded(until, || Instance::store(library, state)).map_err(|unmade| match unmade.late {
+            true => self.late(entry, begun),
+            false => self.stop_error(entry, unmade.why, Vec::new()),
+        })?;
         tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
         Ok(made)
     }
 
-    /// An instance of the same library in the place of this one, which has stopped.
-    pub(crate) fn successor(&self, entry: &'static str) -> Result<Arc<Instance>, Error> {
-        let (store, instance) = self.peek(|old| self.store_again(old, entry))?;
+    /// An instance of the same library in the place of this one, which has stopped, made by `until`. What stops it is no fault of
+    /// the plugin's once that has passed, until it is said to be [`Instance::restarted`].
+    pub(crate) fn successor(&self, entry: &'static str, until: Option<Instant>) -> Result<Arc<Instance>, Error> {
+        let state = self.peek(|old| self.state_again(old));
+        let (store, instance) = self.store_again(state, entry, until)?;
         Ok(Instance::of(&self.library, &self.tenant, store, instance, false))
+    }
+
+    /// It has all that it is to begin with.
+    pub(crate) fn restarted(&self) {
+        self.peek(|s| s.restarts = false);
+    }
+
+    /// A restart that began at `begun` had no time left for it, or not enough: whoever calls next tries again.
+    pub(crate) fn late(&self, entry: &'static str, begun: Instant) -> Error {
+        let (plugin, tenant) = (self.library.name.clone(), self.tenant.name.clone());
+        Error::Busy { entry, plugin, tenant, inside: "restart", waited: begun.elapsed() }
+    }
+
+    /// Has it run in a new store if it has stopped and is renewable, by `until`. Its caller has entered it.
+    fn renew(&self, entry: &'static str, until: Option<Instant>) -> Result<(), Error> {
+        if !self.renewable {
+            return Ok(());
+        }
+        let inner = lock(&self.inner);
+        if inner.stopped.is_none() {
+            return Ok(());
+        }
+        let state = self.state_again(inner.store.data());
+        drop(inner);
+        let (mut store, instance) = self.store_again(state, entry, until)?;
+        store.data_mut().restarts = false;
+        let old = std::mem::replace(&mut *lock(&self.inner), Inner { store, instance, stopped: None });
+        *lock(&self.ended) = None;
+        drop(old);
+        Ok(())
     }
 
     pub(crate) fn supervised(&self, entry: &'static str, refusal: Refusal) -> Error {
@@ -280,14 +362,11 @@ impl Instance {
         entry: &'static str,
         f: impl FnOnce(&mut Store<HostState>, wasmtime::component::Instance) -> wasmtime::Result<R>,
     ) -> Result<(R, Vec<String>), Error> {
-        let (until, key) = (UNTIL.take(), KEY.take());
-        let _entered = self.enter(entry, until)?;
+        let (bound, key, begun) = (BOUND.take(), KEY.take(), Instant::now());
+        let _entered = self.enter(entry, bound.first())?;
+        self.renew(entry, bound.resumed(begun).first())?;
+        let bound = bound.resumed(begun);
         let mut inner = lock(&self.inner);
-        if inner.stopped.is_some() && self.renewable {
-            let (store, instance) = self.store_again(inner.store.data(), entry)?;
-            *inner = Inner { store, instance, stopped: None };
-            *lock(&self.ended) = None;
-        }
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
             return Err(self.supervised(entry, Refusal::Gone { last: cause.clone() }));
@@ -296,7 +375,7 @@ impl Instance {
         let _logged = span.enter();
         self.tenant.counters.entry();
         let fuel = self.tenant.limits.hostcall_bytes;
-        store.data_mut().begin_call(entry, until);
+        store.data_mut().begin_call(entry, bound);
         store.set_hostcall_fuel(fuel);
         store.set_epoch_deadline(1);
         // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must
@@ -346,7 +425,7 @@ impl Instance {
         R: Lift + wasmtime::component::ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
-        let _entered = self.enter(entry, UNTIL.take()).map_err(|e| e.to_string())?;
+        let _entered = self.enter(entry, BOUND.take().first()).map_err(|e| e.to_string())?;
         let mut inner = lock(&self.inner);
         let Inner { store, instance, .. } = &mut *inner;
         let found = instance.get_typed_func::<P, (R,)>(&mut *store, index);
@@ -363,8 +442,10 @@ impl Instance {
 fn note_stop(library: &Library, state: &HostState, why: &str) {
     let tenant = &state.tenant;
     tenant.counters.trapped();
-    // A guest that its own user's abort, or a swap, ended has done nothing wrong.
-    if !state.abort.aborted() && state.unwanted.get().is_none() {
+    // A guest has done nothing wrong that its own user's abort, or a swap, ended; that had no room for others of its tenant; or
+    // that had too little time to begin with what it is to begin with.
+    let ended = state.abort.aborted() || state.unwanted.get().is_some();
+    if !ended && !state.crowded() && !state.cut_short() {
         tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
     }
 }

@@ -24,8 +24,8 @@ use wasmtime::component::{Component, ComponentExportIndex, InstancePre, Linker};
 
 use check::Denied;
 pub use grant::Grant;
+pub(crate) use instance::{Bound, bounded, for_group, waiting};
 pub use instance::{Instance, Stop};
-pub(crate) use instance::{bounded, for_group};
 pub use source::read;
 pub use state::HostState;
 
@@ -255,7 +255,10 @@ fn functions(engine: &wasmtime::Engine, item: &ComponentItem) -> Vec<String> {
 mod tests {
     use super::*;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::{Duration, Instant};
+
+    use wasmtime::StoreContextMut;
 
     use crate::abort::AbortToken;
     use crate::error::Error;
@@ -275,19 +278,13 @@ mod tests {
         (func (export "spin") (canon lift (core func $i "spin")))
         (func (export "chat") (canon lift (core func $i "chat"))))"#;
 
-    fn instance(limits: Limits, callback: impl Fn() + Send + Sync + 'static) -> (Arc<Instance>, Arc<Tenant>) {
+    fn library(wat: &str, link: impl FnOnce(&mut Linker<HostState>)) -> Arc<Library> {
         let engine = engine::engine().unwrap();
-        let component = Arc::new(Component::new(engine, wat::parse_str(CALLS_BACK).unwrap()).unwrap());
+        let component = Arc::new(Component::new(engine, wat::parse_str(wat).unwrap()).unwrap());
         let mut linker = Linker::<HostState>::new(engine);
-        linker
-            .root()
-            .func_wrap("callback", move |_, (): ()| {
-                callback();
-                Ok(())
-            })
-            .unwrap();
+        link(&mut linker);
         let pre = linker.instantiate_pre(&component).unwrap();
-        let library = Arc::new(Library {
+        Arc::new(Library {
             name: "calls-back".into(),
             digest: String::new(),
             bytes: 0,
@@ -296,10 +293,21 @@ mod tests {
             pre,
             slots: OnceLock::new(),
             version: OnceLock::new(),
-        });
+        })
+    }
+
+    fn instance(limits: Limits, callback: impl Fn() + Send + Sync + 'static) -> (Arc<Instance>, Arc<Tenant>) {
+        let callback = move |_: StoreContextMut<'_, HostState>, (): ()| {
+            callback();
+            Ok(())
+        };
+        let library = library(CALLS_BACK, |linker| linker.root().func_wrap("callback", callback).unwrap());
         let tenant = limited(limits);
-        let state = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
-        (Instance::new(&library, state).unwrap(), tenant)
+        (Instance::new(&library, state(&tenant)).unwrap(), tenant)
+    }
+
+    fn state(tenant: &Arc<Tenant>) -> HostState {
+        HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None)
     }
 
     fn call(i: &Instance, name: &str) -> Result<(), Error> {
@@ -476,5 +484,129 @@ mod tests {
         let (slow, _) = instance(limits, || std::thread::sleep(Duration::from_millis(20)));
         let e = call(&slow, "chat").unwrap_err().to_string();
         assert!(e.contains("200ms in all"), "{e}");
+    }
+
+    /// Its start function calls back until it is told to go on.
+    const STARTS: &str = r#"(component
+        (import "again" (func $again (result bool)))
+        (core func $lowered (canon lower (func $again)))
+        (core module $m
+            (import "" "again" (func $again (result i32)))
+            (func $start (loop (br_if 0 (call $again))))
+            (start $start)
+            (func (export "entry"))
+            (func (export "trap") unreachable))
+        (core instance $i (instantiate $m (with "" (instance (export "again" (func $lowered))))))
+        (func (export "entry") (canon lift (core func $i "entry")))
+        (func (export "trap") (canon lift (core func $i "trap"))))"#;
+
+    fn starts(again: impl Fn() -> bool + Send + Sync + 'static) -> (Arc<Library>, Arc<Tenant>) {
+        let again = move |_: StoreContextMut<'_, HostState>, (): ()| Ok((again(),));
+        // What stopped runs again at once.
+        let limits = Limits { restart_pause: Duration::ZERO, wall: Duration::from_secs(20), ..Limits::default() };
+        (library(STARTS, |linker| linker.root().func_wrap("again", again).unwrap()), limited(limits))
+    }
+
+    /// What the deadline of its caller cuts short is no stop of the plugin, which runs for the next one.
+    #[test]
+    fn a_restart_does_not_outlast_the_call_that_it_is_for() {
+        let spins = Arc::new(AtomicBool::new(false));
+        let again = spins.clone();
+        let (library, tenant) = starts(move || again.load(Ordering::Relaxed));
+        let serves = Instance::renewable(&library, state(&tenant)).unwrap();
+        let gone = Instance::new(&library, state(&tenant)).unwrap();
+        for i in [&serves, &gone] {
+            call_as(i, "trap", "trap").unwrap_err();
+        }
+        let soon = || Instant::now() + Duration::from_millis(50);
+        let begun = Instant::now();
+        spins.store(true, Ordering::Relaxed);
+        let e = bounded(Some(soon()), || call(&serves, "entry")).unwrap_err();
+        assert!(matches!(e, Error::Busy { entry: "entry", inside: "restart", .. }), "{e}");
+        assert_eq!(e.status(), Status::TIMEOUT);
+        let e = gone.successor("restart", Some(soon())).map(drop).unwrap_err();
+        assert!(matches!(e, Error::Busy { inside: "restart", .. }), "{e}");
+        assert!(begun.elapsed() < tenant.limits.wall, "{:?}", begun.elapsed());
+        assert_eq!(tenant.supervisor.stops(&library.digest).0, 2);
+        spins.store(false, Ordering::Relaxed);
+        call(&serves, "entry").unwrap();
+        let new = gone.successor("restart", Some(soon())).unwrap();
+        call(&new, "entry").unwrap();
+    }
+
+    /// Nobody who wants the old one waits behind the start function of the new one.
+    #[test]
+    fn an_instance_is_read_while_another_one_is_made_in_its_place() {
+        let (inside, entered) = std::sync::mpsc::channel();
+        let (done, was_read) = std::sync::mpsc::channel::<()>();
+        let both = Mutex::new((inside, was_read));
+        let holds = Arc::new(AtomicBool::new(false));
+        let again = holds.clone();
+        let (library, tenant) = starts(move || {
+            if again.load(Ordering::Relaxed) {
+                let (inside, was_read) = &*both.lock().unwrap();
+                inside.send(()).unwrap();
+                // It ends all the same if it is waited for.
+                let _ = was_read.recv_timeout(Duration::from_secs(10));
+            }
+            false
+        });
+        let (serves, gone) =
+            (Instance::renewable(&library, state(&tenant)).unwrap(), Instance::new(&library, state(&tenant)).unwrap());
+        for i in [&serves, &gone] {
+            call_as(i, "trap", "trap").unwrap_err();
+        }
+        holds.store(true, Ordering::Relaxed);
+        for old in [&gone, &serves] {
+            std::thread::scope(|s| {
+                let restarts = s.spawn(|| {
+                    if Arc::ptr_eq(old, &gone) { gone.successor("restart", None).map(drop) } else { call(old, "entry") }
+                });
+                entered.recv().unwrap();
+                let begun = Instant::now();
+                old.peek(|s| s.seat = None);
+                let waited = begun.elapsed();
+                let _ = done.send(());
+                restarts.join().unwrap().unwrap();
+                assert!(waited < Duration::from_secs(5), "{waited:?}");
+            });
+        }
+    }
+
+    /// Whatever the other instances of its tenant leave it: what the plugin does itself counts.
+    #[test]
+    fn a_stop_for_want_of_what_other_instances_have_is_no_fault_of_the_plugin() {
+        const GROWS: &str = r#"(component
+            (core module $m
+                (memory 1)
+                (func (export "grow") (if (i32.eq (memory.grow (i32.const 32)) (i32.const -1)) (then unreachable)))
+                (func (export "too-much") (if (i32.eq (memory.grow (i32.const 80)) (i32.const -1)) (then unreachable)))
+                (func (export "both") (drop (memory.grow (i32.const 32))) (loop br 0)))
+            (core instance $i (instantiate $m))
+            (func (export "grow") (canon lift (core func $i "grow")))
+            (func (export "too-much") (canon lift (core func $i "too-much")))
+            (func (export "both") (canon lift (core func $i "both"))))"#;
+        const MIB: usize = 1 << 20;
+        let (call, restart_pause) = (Duration::from_millis(100), Duration::ZERO);
+        let limits = Limits { memory_in_all: 4 * MIB, call, restart_pause, ..Limits::default() };
+        let (library, tenant) = (library(GROWS, |_| {}), limited(limits));
+        let i = Instance::renewable(&library, state(&tenant)).unwrap();
+        let stops = || tenant.supervisor.stops(&library.digest).0;
+        let others = 3 * MIB;
+        tenant.take_memory(others).unwrap();
+        let says = |name, text: &str| {
+            let e = call_as(&i, "entry", name).unwrap_err().to_string();
+            assert!(e.contains(text), "{e}");
+        };
+        says("grow", "limits.memory-in-all");
+        assert_eq!((stops(), tenant.counters.traps()), (0, 1));
+        // More than all may have together: nobody else need have any.
+        says("too-much", "limits.memory-in-all");
+        assert_eq!(stops(), 1);
+        // Of two reasons the last one counts.
+        says("both", "of guest time");
+        assert_eq!(stops(), 2);
+        tenant.memory.fetch_sub(others, Ordering::Relaxed);
+        call_as(&i, "entry", "grow").unwrap();
     }
 }

@@ -17,7 +17,7 @@ use crate::hw::rendezvous::Published;
 use crate::key::GroupKey;
 use crate::limits::{MAX_CAUSES, MAX_CORE_INSTANCES, MAX_MEMORIES, MAX_TABLES, TABLE_ELEMENT, TICK};
 use crate::plugin::throttle::on_core;
-use crate::plugin::{Grant, Library};
+use crate::plugin::{Bound, Grant, Library};
 use crate::status::Status;
 use crate::tenant::{Counted, Tenant};
 
@@ -47,12 +47,12 @@ pub struct HostState {
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
-    /// When the waits of the entry that is called next end at the latest, if its caller has said so.
-    pub(crate) waits_until: Option<Instant>,
     /// The entry under way.
     pub(crate) entry: &'static str,
     /// Set once the instance is made: a start function may not start tasks.
     pub(crate) live: bool,
+    /// It takes the place of an instance that stopped, and is being made ready for that.
+    pub(crate) restarts: bool,
     /// Why the call under way is to end, if somebody wants that.
     pub(crate) unwanted: Arc<OnceLock<String>>,
     objects: usize,
@@ -61,12 +61,12 @@ pub struct HostState {
     /// Bytes of its linear memories, and of those and its tables together as its tenant counts them.
     memory: usize,
     held: usize,
-    /// Whether its tenant had no memory left for it.
+    /// Whether the limit is that other instances of its tenant have the memory.
     crowded: bool,
+    /// When the call under way is to end, if its caller has said so.
+    bound: Bound,
     /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
     begun: Instant,
-    /// When the operation gives up that this call serves, if it serves one that does.
-    until: Option<Instant>,
     entered: Duration,
     spent: Duration,
     /// When the guest was last entered or looked at: a stop of the process shows in it.
@@ -108,9 +108,9 @@ impl HostState {
             key: None,
             root: None,
             published: Vec::new(),
-            waits_until: None,
             entry: "",
             live: false,
+            restarts: false,
             unwanted: Arc::default(),
             objects: 0,
             causes: Vec::new(),
@@ -119,7 +119,7 @@ impl HostState {
             held: 0,
             crowded: false,
             begun: Instant::now(),
-            until: None,
+            bound: Bound::NONE,
             entered: on_core(),
             spent: Duration::ZERO,
             looked: Instant::now(),
@@ -212,7 +212,7 @@ impl HostState {
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = self.now() + Duration::from_millis(u64::from(ms));
         let wall = self.begun.checked_add(self.tenant.limits.wall);
-        [wall, self.waits_until, self.until].into_iter().flatten().fold(asked, Instant::min)
+        [wall, self.bound.waits, self.bound.until].into_iter().flatten().fold(asked, Instant::min)
     }
 
     /// What the call's clock says, which does not run while the process is stopped.
@@ -242,7 +242,17 @@ impl HostState {
 
     /// Whether the operation that this call serves has given up.
     pub(crate) fn overdue(&self) -> bool {
-        self.until.is_some_and(|until| self.passed(until))
+        self.bound.until.is_some_and(|until| self.passed(until))
+    }
+
+    /// Whether the waits of this call are over.
+    pub(crate) fn waited(&self) -> bool {
+        self.bound.waits.is_some_and(|until| self.passed(until))
+    }
+
+    /// Whether the caller for whom a stopped instance was to be replaced had no more time.
+    pub(crate) fn cut_short(&self) -> bool {
+        self.restarts && self.overdue()
     }
 
     /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
@@ -259,13 +269,18 @@ impl HostState {
             format!("the call used more than its {call:?} of guest time")
         } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
-        } else if self.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
+        } else if self.bound.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
             "the call went on after the deadline of its operation".to_string()
         } else {
             return Ok(());
         };
-        self.limit = Some(why.clone());
+        self.ends(why.clone(), false);
         Err(wasmtime::format_err!("{why}"))
+    }
+
+    /// Notes the limit that stops the call if it does not come back, and whether others have what it is short of.
+    fn ends(&mut self, why: String, crowded: bool) {
+        (self.limit, self.crowded) = (Some(why), crowded);
     }
 
     /// Whether the call has taken so long in all.
@@ -282,15 +297,15 @@ impl HostState {
         } else {
             format!("{what}: the deadline of its operation has passed")
         };
-        self.limit = Some(why.clone());
+        self.ends(why.clone(), false);
         wasmtime::format_err!("{why}")
     }
 
-    /// Before a call of `entry`, for an operation that gives up at `until`: a fresh budget, no old sentences.
-    pub(crate) fn begin_call(&mut self, entry: &'static str, until: Option<Instant>) {
+    /// Before a call of `entry`, which is to end at `bound`: a fresh budget, no old sentences.
+    pub(crate) fn begin_call(&mut self, entry: &'static str, bound: Bound) {
         self.entry = entry;
         self.begun = Instant::now();
-        self.until = until;
+        self.bound = bound;
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
@@ -388,15 +403,16 @@ impl HostState {
         match self.tenant.take_memory(more) {
             Ok(()) => self.held += more,
             Err(why) => {
-                self.crowded = true;
-                self.limit = Some(why);
+                // What is more than all may have together is not others' doing.
+                let alone = self.held.saturating_add(more) > self.tenant.limits.memory_in_all;
+                self.ends(why, !alone);
                 return false;
             }
         }
         true
     }
 
-    /// Whether its tenant had no memory left for it, which is no fault of the plugin's.
+    /// Whether other instances of its tenant had the memory that it asked for last, which is no fault of the plugin's.
     pub(crate) fn crowded(&self) -> bool {
         self.crowded
     }
@@ -415,7 +431,7 @@ impl ResourceLimiter for HostState {
         let total = self.memory.saturating_add(more);
         if total > most {
             self.tenant.counters.refused("limits.memory");
-            self.limit = Some(format!("the instance asked for {total} bytes of memory, its limit is {most}"));
+            self.ends(format!("the instance asked for {total} bytes of memory, its limit is {most}"), false);
             return Ok(false);
         }
         if !self.hold(more) {
@@ -432,7 +448,7 @@ impl ResourceLimiter for HostState {
         let most = self.tenant.limits.table;
         if desired > most {
             self.tenant.counters.refused("limits.table");
-            self.limit = Some(format!("the instance asked for a table of {desired} elements, its limit is {most}"));
+            self.ends(format!("the instance asked for a table of {desired} elements, its limit is {most}"), false);
             return Ok(false);
         }
         Ok(self.hold(desired.saturating_sub(current).saturating_mul(TABLE_ELEMENT)))

@@ -35,6 +35,7 @@ use crate::nrt::{Rendezvous, Runtime};
 use crate::policy::{Network, Rate, Share};
 use crate::status::Status;
 use crate::tenant::lock;
+use crate::turns::Turns;
 
 /// The service, as a runtime knows it.
 #[derive(Debug)]
@@ -60,7 +61,10 @@ struct Line {
 /// The control plane of one communicator, in the service.
 #[derive(Debug)]
 pub(crate) struct Served {
-    line: Mutex<Line>,
+    line: Turns<Line>,
+    /// Whom it reaches, and how long a call takes at most.
+    socket: PathBuf,
+    longest: Duration,
     core: Arc<CommCore>,
 }
 
@@ -119,10 +123,8 @@ impl Line {
             return Err(lost(&self.socket, why));
         }
         let now = Instant::now();
-        let until = match patience {
-            Patience::Usual => now + self.longest,
-            Patience::Waits(until) | Patience::Operation(until) => until.max(now).min(now + self.longest),
-        } + SERVICE_MESSAGE;
+        let longest = now + self.longest;
+        let until = patience.until().map_or(longest, |until| until.max(now).min(longest)) + SERVICE_MESSAGE;
         // Until it was answered in good order it is out of step.
         self.lost = Some("a request was not answered".into());
         let exchanged = (|| {
@@ -284,7 +286,7 @@ impl Service {
             Endpoint::of(own, hbm, WaitPolicy::of(runtime.config().wait, nranks, cpus), runtime.tenant().share.clone());
         let core = CommCore::new(comm, endpoint, abort.clone(), runtime.tenant().clone(), None, j.key);
         links.into_iter().try_for_each(|l| link(&core, l))?;
-        let served = Arc::new(Served { line: Mutex::new(line), core: core.clone() });
+        let served = Arc::new(Served::over(line, core.clone()));
         Ok(Joined { control: Control::Served(served), core, info: *info, place })
     }
 }
@@ -302,9 +304,24 @@ fn link(core: &CommCore, granted: Granted) -> Result<(), Error> {
 }
 
 impl Served {
+    fn over(line: Line, core: Arc<CommCore>) -> Served {
+        Served { socket: line.socket.clone(), longest: line.longest, line: Turns::new(line), core }
+    }
+
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
+        let begun = Instant::now();
+        // One call at a time goes over it, and each may take as long as it says.
+        let mut wait = Wait::until(patience.until().unwrap_or(begun + self.longest));
+        let Some(mut line) = self.line.enter(&mut wait) else {
+            let (at, waited) = (self.socket.display(), begun.elapsed());
+            let what = format!(
+                "the service at {at} was not asked: another call of this communicator has kept its connection busy for \
+                 {waited:?}; call it again when that has come back"
+            );
+            return Err(Error::Service { what, status: Status::TIMEOUT });
+        };
+        let patience = patience.resumed(begun);
         let request = Request::Ask { ask, bound: Bound::of(patience) };
-        let mut line = lock(&self.line);
         match line.request(&request, patience, Some(&self.core.abort), |l| link(&self.core, l))?.0 {
             Reply::Answer(answer) => Ok(answer),
             _ => Err(unexpected(&line.socket, "a control call")),
@@ -313,7 +330,46 @@ impl Served {
 
     pub(crate) fn free(&self) -> Result<(), Error> {
         // Closing the connection frees it too: a service that hangs does not hold this process up.
-        let soon = Patience::Waits(Instant::now());
-        lock(&self.line).request(&Request::Free, soon, None, |_| Ok(())).map(|_| ())
+        let now = Instant::now();
+        let Some(mut line) = self.line.enter(&mut Wait::until(now)) else { return Ok(()) };
+        line.request(&Request::Free, Patience::Waits(now), None, |_| Ok(())).map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+    use crate::nrt::RuntimeConfig;
+    use crate::nrt::plane::Seat;
+
+    /// The service has much time for the other one.
+    #[test]
+    fn a_call_waits_behind_another_no_longer_than_its_deadline() {
+        let mut c = RuntimeConfig { control: false, hbm_bytes: 1 << 20, ..RuntimeConfig::default() };
+        c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
+        let runtime = Runtime::open(c).unwrap();
+        let key = GroupKey::of_id(&crate::key::draw().unwrap(), 0);
+        let rendezvous = Rendezvous::Id(runtime.start_root(1, key).unwrap());
+        let joining = Joining { rendezvous, key, rank: 0, nranks: 1, on: None };
+        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        // A service that does not answer.
+        let (stream, mut mute) = UnixStream::pair().unwrap();
+        let longest = Duration::from_secs(5);
+        let line = Line { stream, socket: "here".into(), calls: Arc::default(), longest, lost: None };
+        let served = Served::over(line, seat.core().clone());
+        std::thread::scope(|s| {
+            let first = s.spawn(|| served.ask(Ask::Info, Patience::Usual));
+            mute.read_exact(&mut [0]).unwrap();
+            for patience in [Patience::Waits, Patience::Operation] {
+                let begun = Instant::now();
+                let e = served.ask(Ask::Info, patience(begun + Duration::from_millis(20))).unwrap_err();
+                assert!(begun.elapsed() < longest && e.status() == Status::TIMEOUT, "{e}");
+                assert!(e.to_string().contains("has kept its connection busy for"), "{e}");
+            }
+            drop(mute);
+            first.join().unwrap().unwrap_err();
+        });
     }
 }

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use hw_bridge::patience::{passed, stopped_since};
+
 use super::exported::Exported;
 use super::lifecycle;
 use crate::error::Error;
@@ -32,22 +34,47 @@ impl Checkpoint {
         plan.map(|plan| Some(Checkpoint(Some(plan)))).map_err(lost)
     }
 
-    /// A new instance with this plan in the place of `stopped`, and its handle of the communicator.
+    /// A new instance with this plan in the place of `stopped`, and its handle of the communicator, for a call of `entry` that
+    /// began at `begun` and is over at `until`.
     ///
     /// # Errors
-    /// [`Error::Supervised`] if the plugin may not run again (yet), [`Error::Stopped`] if it does not take its plan.
-    pub(crate) fn restore(&self, stopped: &Instance, core: &Arc<CommCore>) -> Result<(Arc<Instance>, u32), Error> {
-        let instance = stopped.successor("restart")?;
+    /// [`Error::Supervised`] if the plugin may not run again (yet), [`Error::Stopped`] if it does not take its plan,
+    /// [`Error::Busy`] if it had not the time to, which is no fault of its: the next call may try.
+    pub(crate) fn restore(
+        &self,
+        stopped: &Instance,
+        core: &Arc<CommCore>,
+        entry: &'static str,
+        until: Option<Instant>,
+        begun: Instant,
+    ) -> Result<(Arc<Instance>, u32), Error> {
+        let late = || until.is_some_and(|until| passed(until, begun));
+        // Each call has a clock of its own, which knows nothing of a stop of the process in the one before.
+        let by = || until.and_then(|until| until.checked_add(stopped_since(begun)));
+        // A guest that is overdue before it begins would be ended for nothing.
+        if late() {
+            return Err(stopped.late(entry, begun));
+        }
+        let instance = stopped.successor("restart", by()).map_err(|e| match e {
+            Error::Busy { .. } => stopped.late(entry, begun),
+            e => e,
+        })?;
         let handle = instance
             .peek(|s| s.add(CommunicatorObject(core.clone())))
             .map_err(|_| Error::Bug("a fresh instance has no room for one handle".into()))?;
         let held = (&*instance, handle.rep());
-        let Some(plan) = &self.0 else { return Ok((instance, handle.rep())) };
-        let taken = lifecycle::describe(held.0, None)
-            .and_then(|reader| lifecycle::import(held, None, &reader, plan))
-            .and_then(|()| lifecycle::resume(held, None));
+        let taken = match &self.0 {
+            Some(plan) => lifecycle::describe(held.0, by())
+                .and_then(|reader| lifecycle::import(held, by(), &reader, plan))
+                .and_then(|()| lifecycle::resume(held, by())),
+            None => Ok(()),
+        };
         match taken {
-            Ok(()) => Ok((instance, handle.rep())),
+            Ok(()) => {
+                instance.restarted();
+                Ok((instance, handle.rep()))
+            }
+            Err(_) if late() => Err(instance.late(entry, begun)),
             Err(why) => Err(instance.stop_error("import-state", why, Vec::new())),
         }
     }

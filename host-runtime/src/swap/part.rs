@@ -148,6 +148,8 @@ impl Part<'_> {
 
     fn attempt(&self) -> Result<Outcome, String> {
         let (request, order, ballot) = (self.request, self.order, self.ballot);
+        // By the machine's clock, as for the operator's tool, which is not suspended with the job and gives the swap up by it: a job
+        // that was suspended goes on with the plugin it has.
         let until = Instant::now() + order.timeout;
         self.at(Step::Load)?;
         if order.kind == Kind::Net {

@@ -10,6 +10,8 @@ use rustix::process::{Pid, Signal, kill_process};
 const DEADLINE_MS: &str = "8000";
 /// Longer than that.
 const SUSPENDED: Duration = Duration::from_secs(11);
+/// Operations that take much longer than it is until they are suspended.
+const WORK: u32 = 20_000;
 
 fn signal(rank: &Rank, signal: Signal) {
     kill_process(Pid::from_child(&rank.child), signal).unwrap();
@@ -21,13 +23,23 @@ fn start(script: &str, root: &str, rank: usize, n: usize) -> Rank {
     spawn(command, root, script, rank, n, &vars)
 }
 
+/// All ranks are stopped, for longer than their deadlines, and go on one after the other.
+fn suspend(ranks: &[Rank]) {
+    ranks.iter().for_each(|r| signal(r, Signal::STOP));
+    std::thread::sleep(SUSPENDED);
+    for r in ranks {
+        signal(r, Signal::CONT);
+        std::thread::sleep(Duration::from_millis(500));
+    }
+}
+
 fn begins(rank: &Rank, with: &str) -> String {
     let line = rank.line();
     assert!(line.starts_with(with), "{line}");
     line
 }
 
-/// All ranks are stopped, for longer than their deadlines, and go on one after the other: the one that waits first of all.
+/// The one that waits goes on first of all.
 #[test]
 fn a_job_that_was_suspended_in_an_operation_completes_it() {
     let root = format!("127.0.0.1:{}", free_port());
@@ -37,13 +49,28 @@ fn a_job_that_was_suspended_in_an_operation_completes_it() {
     begins(&ranks[0], "waits");
     begins(&ranks[1], "late");
     std::thread::sleep(Duration::from_secs(1));
-    ranks.iter().for_each(|r| signal(r, Signal::STOP));
-    std::thread::sleep(SUSPENDED);
-    for r in &ranks {
-        signal(r, Signal::CONT);
-        std::thread::sleep(Duration::from_millis(500));
-    }
+    suspend(&ranks);
     ranks.iter().for_each(|r| drop(begins(r, "through")));
+}
+
+/// More than two are not all linked from the begin, and wait for one another in many ways: while the library connects them, in
+/// the middle of their operations, and while they split.
+#[test]
+fn a_job_of_four_that_was_suspended_in_its_work_completes_it() {
+    let root = format!("127.0.0.1:{}", free_port());
+    let script = |late: &str| {
+        let splits = format!("say:splits {late} twin twin:work:20 say:through");
+        format!("say:connects {late} work:20 say:works work:{WORK} say:worked {splits}")
+    };
+    let (early, late) = (script("sleep:0"), script("sleep:4000"));
+    let ranks: Vec<Rank> = (0..4).map(|r| start(if r == 3 { &late } else { &early }, &root, r, 4)).collect();
+    ranks.iter().for_each(|r| drop(begins(r, "ready")));
+    for (begun, ends) in [("connects", None), ("works", Some("worked")), ("splits", Some("through"))] {
+        ranks.iter().for_each(|r| drop(begins(r, begun)));
+        std::thread::sleep(Duration::from_millis(500));
+        suspend(&ranks);
+        ranks.iter().filter_map(|r| ends.map(|e| begins(r, e))).for_each(drop);
+    }
 }
 
 /// The same while they wait for a rank that has not been started yet.

@@ -92,6 +92,41 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
     });
 }
 
+/// A plugin that hangs over the plan it is to begin with: the restart ends with the operation that needs it, is no stop of the
+/// plugin's, and is tried again by the next call.
+#[test]
+fn a_restart_ends_by_the_deadline_of_the_operation_that_it_is_for() {
+    let core = zoo::built("nccom.core.wasm").unwrap();
+    let edits = [
+        ("neuron:nccom/collectives#neuron-get-peer-device-id", "unreachable"),
+        ("neuron:lifecycle/lifecycle@1.0.0#import-state", "(loop br 0) unreachable"),
+    ];
+    let file = plugin_file("hangs-over-its-plan", &zoo::described(&zoo::rewrite(&core, &edits).unwrap()).unwrap());
+    let mut c = config();
+    c.plugin = Some(file.path().into());
+    c.limits.restarts = 1;
+    c.limits.restart_pause = Duration::ZERO;
+    c.limits.call = Duration::from_secs(5);
+    // More than three, or all are linked by their rings.
+    world(4, &c, |mut comm| {
+        comm.peer_device_id(0).unwrap_err();
+        let runtime = comm.runtime().clone();
+        let standing = || runtime.tenant().supervisor.standing().remove(0);
+        let e = comm.within(Duration::from_secs(1)).barrier().unwrap_err();
+        assert!(matches!(e, Error::Connecting { own: true, .. }), "{e}");
+        assert!(e.to_string().contains("restart has kept its instance busy for"), "{e}");
+        let after = standing();
+        assert_eq!((after.restarts, after.quarantined), (1, false));
+        assert!(after.last.contains("unreachable"), "{}", after.last);
+        if comm.rank() == 0 {
+            // Which has all the time that the plugin may take.
+            let e = comm.query_info().unwrap_err().to_string();
+            assert!(e.contains("5s of guest time"), "{e}");
+            assert_eq!((standing().restarts, standing().quarantined), (2, true));
+        }
+    });
+}
+
 /// A task runs in a store of its own with the listener that was moved to it: the root of a group made by id.
 #[test]
 fn a_task_serves_with_a_moved_listener() {

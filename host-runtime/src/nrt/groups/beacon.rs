@@ -68,6 +68,8 @@ const MOST_HEARD: usize = 1 << 16;
 const HELLO_BYTES: usize = TAG_AT + 32;
 /// How long a stranger on the listener may take to say all.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
+/// How long one attempt to reach a rank may take to connect, and then to say what it has to.
+const TRY: Duration = Duration::from_secs(1);
 /// Pause between two attempts to reach a rank whose queue of connections is full.
 const PAUSE: Duration = Duration::from_millis(20);
 
@@ -121,7 +123,7 @@ struct Stranger {
     stream: TcpStream,
     said: [u8; HELLO_BYTES + DOWN_BYTES],
     got: usize,
-    until: Instant,
+    begun: Instant,
 }
 
 impl Stranger {
@@ -279,8 +281,8 @@ impl Beacon {
                     if self.strangers.len() >= MOST_STRANGERS {
                         self.strangers.remove(0);
                     }
-                    let until = Instant::now() + HELLO_WAIT;
-                    self.strangers.push(Stranger { stream, said: [0; HELLO_BYTES + DOWN_BYTES], got: 0, until });
+                    let begun = Instant::now();
+                    self.strangers.push(Stranger { stream, said: [0; HELLO_BYTES + DOWN_BYTES], got: 0, begun });
                 }
                 Ok(_) => {}
                 Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
@@ -296,7 +298,7 @@ impl Beacon {
         for mut s in std::mem::take(&mut self.strangers) {
             match s.hear() {
                 Some(true) => self.introduce(s),
-                Some(false) if Instant::now() < s.until => self.strangers.push(s),
+                Some(false) if !passed(s.begun + HELLO_WAIT, s.begun) => self.strangers.push(s),
                 _ => {}
             }
         }
@@ -378,20 +380,22 @@ impl<'a> Meeting<'a> {
         head.extend_from_slice(&(data.len() as u32).to_le_bytes());
         head.extend_from_slice(&self.attempt.survivors);
         head.extend_from_slice(&self.attempt.nth.to_le_bytes());
+        let mut wait = Wait::until(until).since(self.begun).stepping(TRY);
         loop {
             // Another number each time: what was taken half-way is no repetition.
             let bytes =
                 sealed(&self.beacon.secret.0, rank, &head, data).map_err(|e| format!("no random number: {e}"))?;
-            let left = until.saturating_duration_since(Instant::now()).clamp(PAUSE, Duration::from_secs(1));
-            let tried = TcpStream::connect_timeout(&at, left).and_then(|mut s| {
-                s.set_write_timeout(Some(left))?;
+            // Once at least.
+            let mut left = || wait.left().unwrap_or_default().max(PAUSE);
+            let tried = TcpStream::connect_timeout(&at, left()).and_then(|mut s| {
+                s.set_write_timeout(Some(left()))?;
                 s.write_all(&bytes)?;
                 Ok(s)
             });
             match tried {
                 Ok(s) => return Ok(s),
                 Err(e) if e.kind() == ErrorKind::ConnectionRefused => return Err(gone(rank)),
-                Err(e) if passed(until, self.begun) => return Err(format!("rank {rank} at {at} was not reached: {e}")),
+                Err(e) if wait.left().is_none() => return Err(format!("rank {rank} at {at} was not reached: {e}")),
                 Err(_) => std::thread::sleep(PAUSE),
             }
         }
@@ -455,6 +459,8 @@ impl Messages for Meeting<'_> {
                 }
                 Ok(_) => None,
             };
+            // Before who has connected is looked at: a stop of the process is no time of theirs.
+            let more = wait.left();
             self.beacon.accept_all();
             if let Some(got) = self.take(from, bytes) {
                 return got;
@@ -462,7 +468,7 @@ impl Messages for Meeting<'_> {
             if let Some(why) = left {
                 return Err(why);
             }
-            let Some(left) = wait.left() else {
+            let Some(left) = more else {
                 let rank = self.members[from];
                 return Err(format!("rank {rank} lives but did not come in time; it must call the same function"));
             };
