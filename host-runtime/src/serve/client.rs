@@ -23,6 +23,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
+use super::listener;
 use super::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
 use crate::abort::AbortToken;
 use crate::error::Error;
@@ -73,9 +74,10 @@ fn lost(socket: &Path, why: impl std::fmt::Display) -> Error {
     Error::Service { what, status: Status::CLOSED }
 }
 
+/// Connects to who may listen at a service's socket.
 fn reach(socket: &Path) -> Result<UnixStream, Error> {
     let at = SocketAddrUnix::new(socket);
-    at.and_then(|at| dial(&at, None, Instant::now() + SERVICE_MESSAGE)).map_err(|e| {
+    let reached = at.and_then(|at| dial(&at, None, Instant::now() + SERVICE_MESSAGE)).map_err(|e| {
         let hint = match e {
             Errno::ACCESS => "; its policy does not name this user",
             Errno::NOENT | Errno::CONNREFUSED => "; is `wccl serve` running?",
@@ -83,7 +85,12 @@ fn reach(socket: &Path) -> Result<UnixStream, Error> {
         };
         let what = format!("the service at {} cannot be reached: {e}{hint}", socket.display());
         Error::Service { what, status: Status::CLOSED }
-    })
+    })?;
+    listener::check(&reached, socket).map_err(|why| {
+        let what = format!("the service at {} is not believed to be one: {why}", socket.display());
+        Error::Service { what, status: Status::INVALID }
+    })?;
+    Ok(reached)
 }
 
 impl Line {
@@ -315,5 +322,62 @@ impl Served {
         // Closing the connection frees it too: a service that hangs does not hold this process up.
         let soon = Patience::Waits(Instant::now());
         lock(&self.line).request(&Request::Free, soon, None, |_| Ok(())).map(|_| ())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::process::Uid;
+    use std::io::Read;
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixListener;
+
+    /// A listener of user `uid` at `socket`: the kernel keeps who that was when it began to listen.
+    fn listen_as(uid: u32, socket: &Path) -> UnixListener {
+        std::thread::scope(|s| {
+            let listens = s.spawn(|| {
+                let uid = Uid::from_raw(uid);
+                // Of this thread, which ends.
+                rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+                UnixListener::bind(socket).unwrap()
+            });
+            listens.join().unwrap()
+        })
+    }
+
+    /// Only root can listen as somebody else; for others [`super::super::listener`] has its own test.
+    #[test]
+    fn a_stranger_at_the_services_path_is_told_nothing() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let dir = std::env::temp_dir().join(format!("wccl-listener-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir(&dir).unwrap();
+        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o777)).unwrap();
+        let socket = dir.join("red.sock");
+        let listener = listen_as(65_533, &socket);
+        // What is said first, if anything, and what becomes of who says it.
+        let heard = || {
+            std::thread::scope(|s| {
+                let client = s.spawn(|| Service::open(&socket).map(|_| ()).unwrap_err().to_string());
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.set_read_timeout(Some(SERVICE_MESSAGE)).unwrap();
+                let mut first = [0];
+                let n = stream.read(&mut first).unwrap();
+                drop(stream);
+                (n, client.join().unwrap())
+            })
+        };
+        let (n, e) = heard();
+        assert!(n == 0 && e.contains("user 65533 listens there, in a directory that others"), "{n}: {e}");
+        std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(0o711)).unwrap();
+        let (n, e) = heard();
+        assert!(n == 0 && e.contains("user 65533 listens there, and user 0 was expected"), "{n}: {e}");
+        std::os::unix::fs::chown(&dir, Some(65_533), None).unwrap();
+        let (n, e) = heard();
+        assert!(n == 1 && e.contains("does not answer"), "{n}: {e}");
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }
