@@ -22,7 +22,7 @@ use crate::hw::objects::{Client, CommCore};
 use crate::hw::sockets::decode;
 use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, byte_list};
-use crate::plugin::{Instance, bounded};
+use crate::plugin::{Instance, bounded_by_caller};
 use crate::serve::client::Served;
 use crate::serve::wire;
 
@@ -215,7 +215,7 @@ impl Here {
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         match patience {
             Patience::Usual => self.call(ask),
-            Patience::Operation(until) => bounded(Some(until), || self.call(ask)),
+            Patience::Operation(until) => bounded_by_caller(until, || self.call(ask)),
             Patience::Waits(until) => {
                 self.instance.peek(|s| s.waits_until = Some(until));
                 let answer = self.call(ask);

@@ -30,6 +30,8 @@ thread_local! {
     static ON_STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
     /// When the operation gives up for which this thread's next call is made.
     static UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// Whether the caller has chosen that.
+    static CHOSEN: Cell<bool> = const { Cell::new(false) };
     /// The key of the group for which this thread's next call is made, of an instance that has none of its own.
     static KEY: Cell<Option<GroupKey>> = const { Cell::new(None) };
 }
@@ -47,6 +49,20 @@ pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R 
     UNTIL.set(until);
     let _untaken = Untaken;
     call()
+}
+
+/// The same with a deadline that the caller has chosen, which may be any: a guest that it ends has done nothing wrong.
+pub(crate) fn bounded_by_caller<R>(until: Instant, call: impl FnOnce() -> R) -> R {
+    /// As in [`bounded`].
+    struct Untaken;
+    impl Drop for Untaken {
+        fn drop(&mut self) {
+            CHOSEN.set(false);
+        }
+    }
+    CHOSEN.set(true);
+    let _untaken = Untaken;
+    bounded(Some(until), call)
 }
 
 /// Makes one call of the library instance for the group with this key: what it opens and starts in there is that group's.
@@ -280,7 +296,7 @@ impl Instance {
         entry: &'static str,
         f: impl FnOnce(&mut Store<HostState>, wasmtime::component::Instance) -> wasmtime::Result<R>,
     ) -> Result<(R, Vec<String>), Error> {
-        let (until, key) = (UNTIL.take(), KEY.take());
+        let (until, chosen, key) = (UNTIL.take(), CHOSEN.take(), KEY.take());
         let _entered = self.enter(entry, until)?;
         let mut inner = lock(&self.inner);
         if inner.stopped.is_some() && self.renewable {
@@ -297,6 +313,7 @@ impl Instance {
         self.tenant.counters.entry();
         let fuel = self.tenant.limits.hostcall_bytes;
         store.data_mut().begin_call(entry, until);
+        store.data_mut().callers_deadline = chosen;
         store.set_hostcall_fuel(fuel);
         store.set_epoch_deadline(1);
         // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must
@@ -363,8 +380,8 @@ impl Instance {
 fn note_stop(library: &Library, state: &HostState, why: &str) {
     let tenant = &state.tenant;
     tenant.counters.trapped();
-    // A guest that its own user's abort, or a swap, ended has done nothing wrong.
-    if !state.abort.aborted() && state.unwanted.get().is_none() {
+    // A guest that its own user's abort or deadline, or a swap, ended has done nothing wrong. One that traps has, also then.
+    if !state.excused {
         tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
     }
 }

@@ -49,6 +49,8 @@ pub struct HostState {
     pub(crate) published: Vec<Published>,
     /// When the waits of the entry that is called next end at the latest, if its caller has said so.
     pub(crate) waits_until: Option<Instant>,
+    /// Whether the deadline of the call under way is one that its caller has chosen, and not the host.
+    pub(crate) callers_deadline: bool,
     /// The entry under way.
     pub(crate) entry: &'static str,
     /// Set once the instance is made: a start function may not start tasks.
@@ -63,6 +65,8 @@ pub struct HostState {
     held: usize,
     /// Whether its tenant had no memory left for it.
     crowded: bool,
+    /// Whether the host ended the call because its caller aborted it or has chosen a deadline, or another plugin is wanted.
+    pub(crate) excused: bool,
     /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
     begun: Instant,
     /// When the operation gives up that this call serves, if it serves one that does.
@@ -109,6 +113,7 @@ impl HostState {
             root: None,
             published: Vec::new(),
             waits_until: None,
+            callers_deadline: false,
             entry: "",
             live: false,
             unwanted: Arc::default(),
@@ -118,6 +123,7 @@ impl HostState {
             memory: 0,
             held: 0,
             crowded: false,
+            excused: false,
             begun: Instant::now(),
             until: None,
             entered: on_core(),
@@ -249,10 +255,12 @@ impl HostState {
     /// host functions that wait, with a status; a guest that goes on all the same is ended.
     fn within_budget(&mut self) -> wasmtime::Result<()> {
         if self.abort.aborted_for().is_some_and(|ago| ago > GRACE) {
+            self.excused = true;
             return Err(wasmtime::format_err!("aborted: {}", self.abort.reason()));
         }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
         let why = if let Some(why) = self.unwanted.get() {
+            self.excused = true;
             why.clone()
         } else if self.spent > call {
             self.tenant.counters.refused("limits.call");
@@ -260,6 +268,7 @@ impl HostState {
         } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
         } else if self.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
+            self.excused = self.callers_deadline;
             "the call went on after the deadline of its operation".to_string()
         } else {
             return Ok(());
@@ -280,6 +289,7 @@ impl HostState {
             self.tenant.counters.refused("limits.call-in-all");
             format!("the call took more than {wall:?} in all, waits included")
         } else {
+            self.excused = self.callers_deadline;
             format!("{what}: the deadline of its operation has passed")
         };
         self.limit = Some(why.clone());
@@ -294,7 +304,7 @@ impl HostState {
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
-        self.crowded = false;
+        (self.crowded, self.excused, self.callers_deadline) = (false, false, false);
         self.causes.clear();
         self.limit = None;
     }
