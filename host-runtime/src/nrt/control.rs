@@ -196,6 +196,7 @@ impl Here {
                 made
             }
             Rendezvous::Root(root) => {
+                instance.peek(|s| s.root_name = root.rsplit_once(':').map(|(host, _)| host.into()));
                 forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?
             }
         };

@@ -44,6 +44,8 @@ pub struct HostState {
     pub(crate) key: Option<GroupKey>,
     /// Where the root of the id listens by which it joins, if it joins by one.
     pub(crate) root: Option<SocketAddr>,
+    /// The host name of the root as its program wrote it, if it joins at `host:port`: it may be looked up.
+    pub(crate) root_name: Option<String>,
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
@@ -111,6 +113,7 @@ impl HostState {
             client: None,
             key: None,
             root: None,
+            root_name: None,
             published: Vec::new(),
             waits_until: None,
             callers_deadline: false,
