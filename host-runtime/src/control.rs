@@ -17,17 +17,21 @@ use std::time::{Duration, Instant};
 use hw_bridge::ballot::Ballot;
 use hw_bridge::credentials;
 use hw_bridge::shown::one_line;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use serde::{Deserialize, Serialize};
 
 use directory::Directory;
 
 use crate::error::Error;
-use crate::limits::{MAX_TENANT_TAG, MAX_VISITORS, MESSAGE_PATIENCE};
+use crate::limits::{MAX_QUESTION_BYTES, MAX_TENANT_TAG, MAX_VISITORS, MESSAGE_PATIENCE};
 use crate::message::{self, MessageError};
 use crate::nrt::Runtime;
 use crate::swap::{Request, Status, Swaps};
+
+/// How often one is looked at that has said half a question.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// What is asked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -167,50 +171,111 @@ impl Drop for Control {
     }
 }
 
+/// One who has connected.
+struct Visitor {
+    stream: UnixStream,
+    /// When the first half of a question was seen.
+    half_since: Option<Instant>,
+}
+
+/// What of a question is there.
+enum There {
+    Nothing,
+    Half,
+    Whole,
+    /// It has left, or says what cannot be.
+    Gone,
+}
+
+impl Visitor {
+    /// Looks without taking anything, so that nobody is waited for.
+    fn there(&self) -> There {
+        let mut head = [0; 4];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        let seen = match rustix::net::recv(&self.stream, &mut head, flags) {
+            Ok((_, 0)) => return There::Gone,
+            Ok((_, n)) => n,
+            Err(Errno::AGAIN | Errno::INTR) => return There::Nothing,
+            Err(_) => return There::Gone,
+        };
+        if seen < head.len() {
+            return There::Half;
+        }
+        let bytes = u32::from_le_bytes(head) as usize;
+        if bytes > MAX_QUESTION_BYTES {
+            return There::Gone;
+        }
+        match rustix::io::ioctl_fionread(&self.stream) {
+            Ok(n) if n >= (head.len() + bytes) as u64 => There::Whole,
+            Ok(_) => There::Half,
+            Err(_) => There::Gone,
+        }
+    }
+}
+
+/// Hears all visitors side by side: a question is read when all of it is there, so one who says nothing, or half, holds nobody
+/// up. When there is no place left the one that has been silent for longest makes room.
 fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inner>) {
-    let mut visitors: Vec<UnixStream> = Vec::new();
+    // Who spoke last comes last.
+    let mut visitors: Vec<Visitor> = Vec::new();
     loop {
-        let all = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-        let mut fds: Vec<_> = all.into_iter().chain(visitors.iter().map(|v| PollFd::new(v, PollFlags::IN))).collect();
-        match poll(&mut fds, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        let mut fds = vec![PollFd::new(stop, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+        // One with half a question would be ready all the time: it is looked at now and then.
+        let (half, mute): (Vec<_>, Vec<_>) = visitors.iter().partition(|v| v.half_since.is_some());
+        fds.extend(mute.iter().map(|v| PollFd::new(&v.stream, PollFlags::IN)));
+        let look = Timespec { tv_sec: 0, tv_nsec: LOOK.as_nanos() as i64 };
+        match poll(&mut fds, (!half.is_empty()).then_some(&look)) {
+            Ok(_) | Err(Errno::INTR) => {}
             Err(e) => {
                 tracing::error!("the control socket is not served any more: waiting failed: {e}");
                 return;
             }
         }
-        let ready: Vec<bool> = fds.iter().map(|f| !f.revents().is_empty()).collect();
-        if ready[1] {
+        if !fds[0].revents().is_empty() {
             return;
         }
-        let asking = ready[2..].iter();
-        visitors = std::mem::take(&mut visitors)
-            .into_iter()
-            .zip(asking)
-            .filter_map(|(v, asks)| if *asks { answer(v, runtime) } else { Some(v) })
-            .collect();
-        if ready[0] {
-            match listener.accept() {
-                Ok((stream, _)) => {
-                    let ours = credentials::of_peer(&stream).is_ok_and(|c| credentials::this_user(&c));
-                    if ours && visitors.len() < MAX_VISITORS {
-                        visitors.push(stream);
+        drop(fds);
+        let mut spoken = Vec::new();
+        for mut v in std::mem::take(&mut visitors) {
+            match v.there() {
+                There::Nothing => visitors.push(v),
+                There::Half => {
+                    let since = *v.half_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() < MESSAGE_PATIENCE {
+                        visitors.push(v);
                     }
                 }
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
-                Err(e) => {
-                    tracing::warn!("a visitor of the control socket was not let in: {e}");
-                    std::thread::sleep(Duration::from_millis(5));
+                There::Whole => {
+                    spoken.extend(answer(v.stream, runtime).map(|stream| Visitor { stream, half_since: None }));
                 }
+                There::Gone => {}
+            }
+        }
+        visitors.extend(spoken);
+        match listener.accept() {
+            Ok((stream, _)) => {
+                if credentials::of_peer(&stream).is_ok_and(|c| credentials::this_user(&c)) {
+                    if visitors.len() >= MAX_VISITORS {
+                        visitors.remove(0);
+                    }
+                    visitors.push(Visitor { stream, half_since: None });
+                }
+            }
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(e) => {
+                tracing::warn!("a visitor of the control socket was not let in: {e}");
+                std::thread::sleep(Duration::from_millis(5));
             }
         }
     }
 }
 
-/// Answers one question of a visitor; answers the visitor, unless it went, or a swap's thread speaks with it from here on.
+/// Answers a question that is there as a whole; answers the visitor, unless it went, or a swap's thread speaks with it from here
+/// on.
 fn answer(stream: UnixStream, runtime: &Weak<crate::nrt::Inner>) -> Option<UnixStream> {
-    let until = Instant::now() + MESSAGE_PATIENCE;
-    let (question, mut fds) = message::receive::<Question>(&stream, 1, until).ok()?;
+    // What is there is not waited for, and an answer fits the buffer of one that has read those before.
+    let now = Instant::now();
+    let (question, mut fds) = message::receive_within::<Question>(&stream, MAX_QUESTION_BYTES, 1, now).ok()?;
     let runtime = runtime.upgrade().map(Runtime)?;
     let answer = match question {
         Question::Status => Answer::Status(Swaps::status(&runtime)),
@@ -227,7 +292,7 @@ fn answer(stream: UnixStream, runtime: &Weak<crate::nrt::Inner>) -> Option<UnixS
             }
         }
     };
-    message::send(&stream, &answer, &[], until).ok().map(|()| stream)
+    message::send(&stream, &answer, &[], now).ok().map(|()| stream)
 }
 
 /// A control socket that was found.
@@ -302,4 +367,43 @@ pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) 
     let until = Instant::now() + MESSAGE_PATIENCE;
     message::send(stream, question, fds, until)?;
     message::receive::<Answer>(stream, 0, until).map(|(answer, _)| answer.shown())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nrt::RuntimeConfig;
+    use std::io::Write;
+
+    /// Ones that say nothing, or half a question, keep nobody out and hold nobody up: who asks waits for an answer no longer than
+    /// one of them would be waited for.
+    #[test]
+    fn mute_visitors_keep_nobody_from_asking() {
+        let at = std::env::temp_dir().join(format!("wccl-control-mute-{}.sock", std::process::id()));
+        let _ = std::fs::remove_file(&at);
+        let runtime = Runtime::open(RuntimeConfig::default()).unwrap();
+        let (stop, thread) = Control::serve(UnixListener::bind(&at).unwrap(), &runtime).unwrap();
+        let visitor = || UnixStream::connect(&at).unwrap();
+        let status = |stream: &UnixStream| {
+            let answer = ask_on(stream, &Question::Status, &[]);
+            assert!(matches!(answer, Ok(Answer::Status(_))), "{answer:?}");
+        };
+        let mute: Vec<_> = (0..3 * MAX_VISITORS).map(|_| visitor()).collect();
+        status(&visitor());
+        let half: Vec<_> = (0..MAX_VISITORS)
+            .map(|i| {
+                let mut half = visitor();
+                half.write_all(&[200, 0, 0, 0, 1][..1 + i % 5]).unwrap();
+                half
+            })
+            .collect();
+        let asks = visitor();
+        // The second question on the same connection, with the others still there.
+        status(&asks);
+        status(&asks);
+        drop((mute, half));
+        rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
+        thread.join().unwrap();
+        std::fs::remove_file(&at).unwrap();
+    }
 }

@@ -90,6 +90,8 @@ pub const HTTP_WAIT: Duration = Duration::from_secs(2);
 pub const MAX_MESSAGE_FDS: usize = 64;
 /// How long a question on a control socket, and its answer, may take.
 pub const MESSAGE_PATIENCE: Duration = Duration::from_secs(2);
+/// Bytes of a question on a control socket: it fits the socket's buffer as a whole.
+pub const MAX_QUESTION_BYTES: usize = 64 << 10;
 /// Visitors of a control socket at a time.
 pub const MAX_VISITORS: usize = 16;
 /// Bytes of a tenant's name that stand in the name of its sockets as they are.

@@ -110,6 +110,8 @@ pub struct Network {
     pub listen: Vec<Reach>,
     /// Whom they may connect to.
     pub reach: Vec<Reach>,
+    /// Host names that they may look up, beside that of their group's root.
+    pub names: Vec<HostName>,
 }
 
 impl Network {
@@ -117,7 +119,12 @@ impl Network {
     pub fn any() -> Network {
         let nets = [IpNet::from(Ipv4Net::default()), IpNet::from(Ipv6Net::default())];
         let all = nets.map(|net| Reach { net, ports: ALL_PORTS }).to_vec();
-        Network { listen: all.clone(), reach: all }
+        Network { listen: all.clone(), reach: all, names: vec![HostName::any()] }
+    }
+
+    /// The name that may be looked up for who asks for `host`, as it goes to a name server; none if none may.
+    pub(crate) fn may_look_up(&self, host: &str) -> Option<String> {
+        self.names.iter().find_map(|n| n.holds(host))
     }
 
     /// First and last of the ports that may serve who asks to listen on `ip` and `port`: that port if it is granted; for port
@@ -185,6 +192,63 @@ impl Reach {
     /// Whether all of `other` is in it.
     pub(crate) fn holds_all(&self, other: &Reach) -> bool {
         self.net.contains(&other.net) && self.ports.0 <= other.ports.0 && other.ports.1 <= self.ports.1
+    }
+}
+
+/// A host name that may be looked up: `host.example`, or `*.example` for all that end so.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostName {
+    /// In small letters; what stands behind the `*` if there is one.
+    name: String,
+    /// Whether it is an end.
+    end: bool,
+}
+
+impl HostName {
+    /// Every name: without a policy. No text is it.
+    fn any() -> HostName {
+        HostName { name: String::new(), end: true }
+    }
+
+    /// What goes to a name server for who asks for `host`. One name is asked for as the operator wrote it: upper and lower case
+    /// would tell something, too.
+    fn holds(&self, host: &str) -> Option<String> {
+        match self.end {
+            true => {
+                let at = host.len().checked_sub(self.name.len())?;
+                let ends = at > 0 && host.is_char_boundary(at) && host[at..].eq_ignore_ascii_case(&self.name);
+                ends.then(|| host.into())
+            }
+            false => host.eq_ignore_ascii_case(&self.name).then(|| self.name.clone()),
+        }
+    }
+
+    /// Whether all of `other` is in it.
+    pub(crate) fn holds_all(&self, other: &HostName) -> bool {
+        self == other || self.end && other.name.len() > self.name.len() && other.name.ends_with(&self.name)
+    }
+}
+
+impl FromStr for HostName {
+    type Err = String;
+    fn from_str(s: &str) -> Result<HostName, String> {
+        let (end, name) = s.strip_prefix('*').map_or((false, s), |end| (true, end));
+        let labels = if end { name.strip_prefix('.') } else { Some(name) };
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        let label = |l: &str| !l.is_empty() && l.len() <= 63 && l.chars().all(plain);
+        let fits = labels.is_some_and(|l| l.split('.').all(label)) && name.len() <= 253;
+        if !fits || s.parse::<IpAddr>().is_ok() {
+            return Err(format!(
+                "`{s}` is no host name; expected one such as \"host.example\", or \"*.example\" for all that end so"
+            ));
+        }
+        Ok(HostName { name: name.to_ascii_lowercase(), end })
+    }
+}
+
+impl fmt::Display for HostName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}", if self.end { "*" } else { "" }, self.name)
     }
 }
 
@@ -387,7 +451,14 @@ impl Serialize for Reach {
     }
 }
 
-from_text!(Reach, Bytes, Rate, Span, Hex32, Signer, FileName);
+/// As an operator writes it, for a service's clients.
+impl Serialize for HostName {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+from_text!(Reach, HostName, Bytes, Rate, Span, Hex32, Signer, FileName);
 
 /// The file as it is written; what needs more than one value to check keeps its place.
 #[derive(Deserialize)]
@@ -672,6 +743,8 @@ impl fmt::Display for Policy {
         )?;
         writeln!(f, "  may listen on: {}", listed(&self.network.listen))?;
         writeln!(f, "  may connect to: {}", listed(&self.network.reach))?;
+        let names = listed(&self.network.names);
+        writeln!(f, "  may look up host names: that of its group's root, and {names}")?;
         writeln!(f, "  may read files named by: {}", listed(&self.files))?;
         writeln!(f, "  may import of WASI: {}", listed(&self.wasi))?;
         let s = &self.share;
@@ -722,6 +795,7 @@ communicators = 4
 [network]
 listen = ["127.0.0.1:20000-32000"]
 reach = ["127.0.0.0/8:*", "[fd00::]/8:4791"]
+names = ["Host.example", "*.Cluster.example"]
 
 [share]
 weight = 300
@@ -743,6 +817,7 @@ bandwidth = "4 GiB/s"
         assert_eq!((p.share.weight, p.share.bandwidth), (300, Some(Rate(4 << 30))));
         let words = p.to_string();
         assert!(words.contains("may connect to: 127.0.0.0/8:*, [fd00::]/8:4791\n"), "{words}");
+        assert!(words.contains("that of its group's root, and host.example, *.cluster.example\n"), "{words}");
         assert!(words.contains("may load other.wasm from /srv/red, whatever is in it, and signed"), "{words}");
     }
 
@@ -802,6 +877,35 @@ bandwidth = "4 GiB/s"
     }
 
     #[test]
+    fn names_are_held_whole_or_by_their_end() {
+        let p = parse(WHOLE).unwrap();
+        let asked = |host: &str| p.network.may_look_up(host);
+        // What goes out says nothing that the operator did not write.
+        assert_eq!(asked("HOST.eXample").as_deref(), Some("host.example"));
+        assert_eq!(asked("a.b.CLUSTER.example").as_deref(), Some("a.b.CLUSTER.example"));
+        for host in [
+            "a.host.example",
+            "host.example.",
+            "ost.example",
+            "cluster.example",
+            ".cluster.example",
+            "xcluster.example",
+            "",
+            "ä",
+        ] {
+            assert_eq!(asked(host), None, "{host}");
+        }
+        assert_eq!(Network::any().may_look_up("a").as_deref(), Some("a"));
+        let name = |s: &str| s.parse::<HostName>().unwrap();
+        assert!(name("*.example").holds_all(&name("*.a.example")) && name("*.example").holds_all(&name("a.example")));
+        assert!(name("*.example").holds_all(&name("*.EXAMPLE")) && HostName::any().holds_all(&name("*.example")));
+        assert!(
+            !name("a.example").holds_all(&name("*.a.example")) && !name("*.a.example").holds_all(&name("*.example"))
+        );
+        assert!(!name("*.example").holds_all(&name("xexample")) && !name("a.example").holds_all(&name("b.example")));
+    }
+
+    #[test]
     fn grants_overlap_where_listeners_would_meet() {
         let common = |a: &str, b: &str| {
             let [a, b]: [Reach; 2] = [a, b].map(|text| text.parse().unwrap());
@@ -844,6 +948,10 @@ bandwidth = "4 GiB/s"
             ),
             ("127.0.0.0/8:*", "127.0.0.1/8:*", "line 26, key `network.reach`: 127.0.0.1/8 has bits set"),
             ("127.0.0.0/8:*", "[::ffff:127.0.0.1]:*", "::ffff:127.0.0.1 is the IPv4 address 127.0.0.1; write that"),
+            ("Host.example", "host..example", "line 27, key `network.names`: `host..example` is no host name"),
+            ("*.Cluster.example", "*", "`*` is no host name; expected one such as"),
+            ("*.Cluster.example", "a.*.example", "`a.*.example` is no host name"),
+            ("Host.example", "10.0.0.1", "`10.0.0.1` is no host name"),
             ("\"d75a9801", "\"d75a9802", "line 6, key `plugins.signers`: `d75a9802"),
             (
                 "\"other.wasm\"",

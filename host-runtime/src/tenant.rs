@@ -444,3 +444,14 @@ pub(crate) fn limited(limits: Limits) -> Arc<Tenant> {
     let device = DeviceModel::new(Default::default()).unwrap();
     Tenant::new(&RuntimeConfig { limits, ..RuntimeConfig::default() }, Arc::new(device)).unwrap()
 }
+
+/// A tenant of a policy with these lines under `[network]`.
+#[cfg(test)]
+pub(crate) fn networked(network: &str) -> Arc<Tenant> {
+    let text =
+        format!("tenant = \"red\"\n[plugins]\ndirectory = \"/\"\nallow = [{{ file = \"a\" }}]\n[network]\n{network}");
+    let policy = Arc::new(crate::policy::Policy::parse(std::path::Path::new("red.toml"), &text).unwrap());
+    let device = DeviceModel::new(Default::default()).unwrap();
+    let config = RuntimeConfig { tenant: "red".into(), policy: Some(policy), ..RuntimeConfig::default() };
+    Tenant::new(&config, Arc::new(device)).unwrap()
+}

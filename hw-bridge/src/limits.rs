@@ -67,6 +67,10 @@ pub const STOPPED: Duration = Duration::from_secs(1);
 pub const MAX_STOPS: usize = 64;
 /// How long the owner of a region waits for a peer that connected to say what it wants.
 pub const LINK_HELLO: Duration = Duration::from_secs(2);
+/// Peers that it hears at a time.
+pub const LINK_PLACES: usize = 64;
+/// How long the oldest of them stays at least when others wait for a place.
+pub const LINK_GRACE: Duration = Duration::from_millis(250);
 /// Lines a second that a socket's refusals may log: whoever finds the socket can cause one.
 pub const REFUSALS_LOGGED: u32 = 5;
 /// Grants one process keeps open: one for each (communicator, peer).

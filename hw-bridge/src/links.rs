@@ -26,6 +26,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, KeyInit, Mac};
+use rustix::event::Timespec;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -36,7 +37,7 @@ use sha2::Sha256;
 
 use crate::credentials::{self, PeerPid};
 use crate::dial::dial;
-use crate::limits::{LINK_HELLO, MAX_GRANTS, REFUSALS_LOGGED};
+use crate::limits::{LINK_GRACE, LINK_HELLO, LINK_PLACES, MAX_GRANTS, REFUSALS_LOGGED};
 use crate::log_rate::LogRate;
 use crate::patience::{Wait, stopped_since};
 use crate::segment::{Segment, SegmentError};
@@ -236,6 +237,11 @@ pub struct LinkServer {
 impl LinkServer {
     /// Binds a random abstract name and starts the serving thread, which sleeps while nobody asks.
     pub fn start() -> Result<LinkServer, LinkError> {
+        LinkServer::hearing(LINK_HELLO)
+    }
+
+    /// The same; a peer has `patience` to say what it wants.
+    fn hearing(patience: Duration) -> Result<LinkServer, LinkError> {
         crate::fork::mark_process();
         let mut random = [0u8; 12];
         fill_random(&mut random).map_err(sys("reading random bytes for a link name"))?;
@@ -251,7 +257,7 @@ impl LinkServer {
         let own = name.clone();
         let thread = std::thread::Builder::new()
             .name("wccl-links".into())
-            .spawn(move || serve(&listener, &stop_copy, &own, &for_thread))
+            .spawn(move || serve(&listener, &stop_copy, &own, &for_thread, patience))
             .map_err(sys("starting the link server's thread"))?;
         Ok(LinkServer { name, grants, stop, thread: Some(thread) })
     }
@@ -320,33 +326,97 @@ fn hex(b: u8) -> [u8; 2] {
     [digit(b >> 4), digit(b & 15)]
 }
 
-fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants) {
+/// One who has connected and not said all yet. Its stream does not block.
+struct Visitor {
+    stream: UnixStream,
+    hello: [u8; HELLO_BYTES],
+    got: usize,
+    since: Instant,
+}
+
+impl Visitor {
+    /// Who may speak.
+    fn admit(stream: UnixStream) -> Result<Visitor, LinkError> {
+        let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
+        if !credentials::same_user(&cred) {
+            return Err(LinkError::Refused("it is another user's process".into()));
+        }
+        stream.set_nonblocking(true).map_err(sys("setting up a link"))?;
+        Ok(Visitor { stream, hello: [0; HELLO_BYTES], got: 0, since: Instant::now() })
+    }
+
+    /// Reads what is there: whether it has said all.
+    fn hear(&mut self) -> Result<bool, LinkError> {
+        while self.got < HELLO_BYTES {
+            match self.stream.read(&mut self.hello[self.got..]) {
+                Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants".into())),
+                Ok(n) => self.got += n,
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(sys("reading a link's hello")(e)),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Hears all who come side by side, so that one who says nothing costs the others nothing. In a full house the oldest makes
+/// room, once it has had the time that a hello takes which is on its way; those that find no place wait in the kernel's queue.
+fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants, hello: Duration) {
     use rustix::event::{PollFd, PollFlags, poll};
     let refused = LogRate::default();
     let more = |n| tracing::warn!("{n} more links were not made");
+    let told = |e: LinkError| {
+        if refused.admits(REFUSALS_LOGGED, more) {
+            tracing::warn!("a link was not made: {e}");
+        }
+    };
+    // The oldest first.
+    let mut visitors: Vec<Visitor> = Vec::new();
     loop {
-        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
-        match poll(&mut fds, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        let no_room = crowded(&visitors);
+        let patience = if no_room { LINK_GRACE } else { hello };
+        let left = visitors.first().map(|v| {
+            let left = (v.since + patience).saturating_duration_since(Instant::now());
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
+        });
+        let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
+        fds.extend(visitors.iter().map(|v| PollFd::new(&v.stream, PollFlags::IN)));
+        fds.extend((!no_room).then(|| PollFd::new(listener, PollFlags::IN)));
+        match poll(&mut fds, left.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
             Err(e) => {
                 tracing::error!("the link server stops: waiting for peers failed: {e}");
                 return;
             }
         }
-        if !fds[1].revents().is_empty() {
+        if !fds[0].revents().is_empty() {
             return;
         }
-        if fds[0].revents().is_empty() {
+        drop(fds);
+        let now = Instant::now();
+        for mut v in std::mem::take(&mut visitors) {
+            match v.hear() {
+                Ok(true) => answer(v.stream, &v.hello, name, grants).unwrap_or_else(told),
+                Ok(false) if now.saturating_duration_since(v.since) < hello => visitors.push(v),
+                Ok(false) => told(LinkError::Refused("it did not say in time what it wants".into())),
+                Err(e) => told(e),
+            }
+        }
+        if crowded(&visitors) {
             continue;
         }
         match listener.accept() {
-            Ok((stream, _)) => {
-                if let Err(e) = answer(stream, name, grants)
-                    && refused.admits(REFUSALS_LOGGED, more)
-                {
-                    tracing::warn!("a link was not made: {e}");
+            Ok((stream, _)) => match Visitor::admit(stream) {
+                Ok(v) => {
+                    if visitors.len() >= LINK_PLACES {
+                        visitors.remove(0);
+                        told(LinkError::Refused("it had not said what it wants when others came".into()));
+                    }
+                    visitors.push(v);
                 }
-            }
+                Err(e) => told(e),
+            },
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
             // Out of descriptors and the like: whoever asked times out with its own message.
             Err(e) => {
@@ -357,28 +427,13 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants) 
     }
 }
 
-fn answer(mut stream: UnixStream, name: &[u8], grants: &Grants) -> Result<(), LinkError> {
-    let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
-    if !credentials::same_user(&cred) {
-        return Err(LinkError::Refused("it is another user's process".into()));
-    }
-    // One bound for the whole hello: a peer that trickles bytes must not hold the others up.
-    let (begun, until) = (Instant::now(), Instant::now() + LINK_HELLO);
-    bound(&stream, until, begun)?;
-    let mut hello = [0u8; HELLO_BYTES];
-    let mut got = 0;
-    while got < hello.len() {
-        readable(&stream, None, until, begun).map_err(|e| match e {
-            LinkError::Gone(_) => LinkError::Refused("it did not say in time what it wants".into()),
-            e => e,
-        })?;
-        match stream.read(&mut hello[got..]) {
-            Ok(0) => return Err(LinkError::Refused("it closed before it said what it wants".into())),
-            Ok(n) => got += n,
-            Err(e) if matches!(e.kind(), std::io::ErrorKind::Interrupted | std::io::ErrorKind::WouldBlock) => {}
-            Err(e) => return Err(sys("reading a link's hello")(e)),
-        }
-    }
+/// Whether there is no place for one more, yet.
+fn crowded(visitors: &[Visitor]) -> bool {
+    visitors.len() >= LINK_PLACES && visitors[0].since.elapsed() < LINK_GRACE
+}
+
+/// Answers one that has said all. The socket's buffer is empty and takes the answer.
+fn answer(mut stream: UnixStream, hello: &[u8; HELLO_BYTES], name: &[u8], grants: &Grants) -> Result<(), LinkError> {
     let mut number = [0u8; NUMBER_BYTES];
     number.copy_from_slice(&hello[4..20]);
     let word = |at: usize| u32::from_le_bytes([hello[at], hello[at + 1], hello[at + 2], hello[at + 3]]);
@@ -451,7 +506,7 @@ fn readable(
     deadline: Instant,
     since: Instant,
 ) -> Result<(), LinkError> {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::event::{PollFd, PollFlags, poll};
     let mut wait = Wait::until(deadline).since(since);
     loop {
         let left = wait.left().unwrap_or_default();
@@ -778,12 +833,27 @@ mod tests {
         assert!(matches!(connect(&[0xFF; 64], &edge(0), None, soon()), Err(LinkError::Malformed(_))));
     }
 
+    /// However many there are of them: ones that say nothing, or not all.
     #[test]
-    fn a_peer_that_says_nothing_does_not_block_the_next_for_ever() {
-        let server = LinkServer::start().unwrap();
+    fn peers_that_say_nothing_hold_nobody_up() {
+        // Who waits for one of them waits for ever.
+        let server = LinkServer::hearing(Duration::from_secs(3600)).unwrap();
         let ipc = server.grant(grant(0)).unwrap();
         let addr = SocketAddr::from_abstract_name(&server.name).unwrap();
-        let _mute = UnixStream::connect_addr(&addr).unwrap();
-        assert!(connect(&ipc, &edge(0), None, soon()).is_ok());
+        let visitor = || UnixStream::connect_addr(&addr).unwrap();
+        let mut few = [visitor(), visitor()];
+        few[1].write_all(&[1; HELLO_BYTES - 1]).unwrap();
+        connect(&ipc, &edge(0), None, soon()).unwrap();
+        // More than there are places for.
+        let _many: Vec<_> = (0..100).map(|_| visitor()).collect();
+        connect(&ipc, &edge(0), None, soon()).unwrap();
+    }
+
+    #[test]
+    fn a_peer_that_does_not_say_in_time_what_it_wants_is_let_go() {
+        let server = LinkServer::hearing(Duration::from_millis(20)).unwrap();
+        let mut mute = UnixStream::connect_addr(&SocketAddr::from_abstract_name(&server.name).unwrap()).unwrap();
+        mute.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        assert_eq!(mute.read(&mut [0]).unwrap(), 0);
     }
 }

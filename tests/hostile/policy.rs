@@ -164,6 +164,15 @@ pub fn group() -> Group {
             },
         ),
         refused(
+            "a host name, to tell a name server something",
+            "tenant hostile asked to look up host name secret-bits.metadata; network.names grants nothing",
+            LOCAL,
+            |p| {
+                let name = p.text("secret-bits.metadata");
+                format!("(call $sockets.resolve {name} (i32.const 80) (i32.const 50) (i32.const {REPLY}))")
+            },
+        ),
+        refused(
             "a file its policy does not name",
             "tenant hostile asked to read the file named by NCCL_TOPO_FILE; files.read grants nothing",
             "",

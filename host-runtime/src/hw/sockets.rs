@@ -408,6 +408,21 @@ impl HostState {
         }
     }
 
+    /// What may be looked up for who asks for `host`. A name server learns each name that it is asked for, so a plugin chooses none:
+    /// it may have the root's, as its program wrote it, and what is granted by name. An address is no name, and nobody is asked.
+    fn name_to_look_up(&self, host: &str) -> Option<String> {
+        let (ip, scope) = host.split_once('%').map_or((host, None), |(ip, scope)| (ip, Some(scope)));
+        let address = match scope {
+            None => ip.parse::<IpAddr>().is_ok(),
+            // Resolvers differ about scopes that are none.
+            Some(scope) => ip.parse::<Ipv6Addr>().is_ok() && scope.parse::<u32>().is_ok(),
+        };
+        if address || self.root_name.as_deref() == Some(host) {
+            return Some(host.into());
+        }
+        self.grant.network.may_look_up(host)
+    }
+
     /// `look_up` cannot be interrupted, so it runs beside; it is bounded by the resolver's own time-outs.
     fn do_resolve(
         &mut self,
@@ -424,13 +439,21 @@ impl HostState {
             let asked = format!("asked to look up host name {host}");
             return Err(self.refuse(Status::INVALID, "network.reach", &asked, "nothing"));
         }
+        let Some(name) = self.name_to_look_up(&host) else {
+            let grants = listed(&self.grant.network.names);
+            return Err(self.refuse(
+                Status::INVALID,
+                "network.names",
+                &format!("asked to look up host name {host}"),
+                grants,
+            ));
+        };
         // A look-up that outlives its asker still holds a thread: only a few at once.
         let Some(counted) = self.tenant.resolving.take(MAX_RESOLVING) else {
             return Err(self.fail(Status::RESOURCE, format!("{MAX_RESOLVING} host names are being looked up already")));
         };
         let until = self.deadline(ms);
         let (answer, answered) = std::sync::mpsc::channel();
-        let name = host.clone();
         // The far end of a pair is closed, which the wait sees, when the answer is there.
         let started = UnixStream::pair().and_then(|(near, far)| {
             std::thread::Builder::new().name("wccl-resolve".into()).spawn(move || {
@@ -855,7 +878,7 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::bindings::neuron::hw::objects::HostCommunicator;
     use crate::limits::{GATE_PLACES, Limits};
-    use crate::tenant::limited;
+    use crate::tenant::{limited, networked};
 
     /// An instance's state, with a communicator and a limit of sockets.
     fn instance(sockets: usize) -> (HostState, Resource<CommunicatorObject>) {
@@ -1212,6 +1235,58 @@ mod tests {
         let found = |_: &str, port| Ok(vec![SocketAddr::from(([10, 0, 0, 1], port))]);
         let (mut s, _comm) = instance(1);
         assert_eq!(s.do_resolve("a".into(), 7, 10_000, found).unwrap(), [encode(&"10.0.0.1:7".parse().unwrap())]);
+    }
+
+    /// What a plugin asks a name server for it tells that one.
+    #[test]
+    fn a_policy_of_addresses_lets_no_name_be_asked_for() {
+        let tenant = networked("reach = [\"127.0.0.0/8:*\"]");
+        let mut s = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        let asked = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let mut ask = |host: &str| {
+            let asked = asked.clone();
+            s.do_resolve(host.into(), 80, 10_000, move |host, port| {
+                lock(&asked).push(host.to_string());
+                Ok(vec![SocketAddr::from(([127, 0, 0, 1], port))])
+            })
+        };
+        assert!(ask("secret-bits.example").is_err());
+        assert!(ask("localhost").is_err());
+        assert!(ask("127.0.0.1").is_ok() && ask("::ffff:127.0.0.1").is_ok());
+        assert_eq!(*lock(&asked), ["127.0.0.1", "::ffff:127.0.0.1"]);
+        let said = s.take_causes().0.join("; ");
+        assert!(
+            said.contains("tenant red asked to look up host name secret-bits.example; network.names grants nothing"),
+            "{said}"
+        );
+        assert_eq!(tenant.counters.refusals()["network.names"], 2);
+    }
+
+    #[test]
+    fn the_roots_name_and_granted_ones_are_asked_for_and_no_others() {
+        let tenant = networked("reach = [\"127.0.0.0/8:*\"]\nnames = [\"host.example\", \"*.nodes.example\"]");
+        let mut s = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), Some(0));
+        s.root_name = Some("Root.test".into());
+        let asked = Arc::new(std::sync::Mutex::new(Vec::new()));
+        for (host, goes_out) in [
+            ("Root.test", Some("Root.test")),
+            // Case would tell something.
+            ("root.test", None),
+            ("Root.test.", None),
+            ("HOST.example", Some("host.example")),
+            ("a7.nodes.example", Some("a7.nodes.example")),
+            ("nodes.example", None),
+            ("127.1", None),
+            ("fe80::1%bits.example", None),
+            ("::1%1", Some("::1%1")),
+        ] {
+            let to = asked.clone();
+            let found = s.do_resolve(host.into(), 80, 10_000, move |host, port| {
+                lock(&to).push(host.to_string());
+                Ok(vec![SocketAddr::from(([127, 0, 0, 1], port))])
+            });
+            assert_eq!((found.is_ok(), lock(&asked).pop().as_deref()), (goes_out.is_some(), goes_out), "{host}");
+        }
     }
 
     /// Look-ups that outlive their askers hold threads: a tenant has a few, whichever of its instances asks.

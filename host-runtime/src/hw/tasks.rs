@@ -74,7 +74,7 @@ impl HostState {
             let most = self.grant.tasks;
             return Err(self.refuse(Status::RESOURCE, "limits.tasks", "asked for one more background task", most));
         }
-        let (owner, weak, key) = (tenant.clone(), abort.downgrade(), self.key);
+        let (owner, weak, key, root_name) = (tenant.clone(), abort.downgrade(), self.key, self.root_name.clone());
         let body = move || {
             let tenant = owner.clone();
             let ended = |why: &str| {
@@ -84,7 +84,7 @@ impl HostState {
             };
             // Instantiated here and not by the spawner, whose locks guest code must not run under.
             let mut state_of = HostState::new(owner, Some(library.clone()), abort, None);
-            state_of.key = key;
+            (state_of.key, state_of.root_name) = (key, root_name);
             let instance = match Instance::new(&library, state_of) {
                 Ok(i) => i,
                 Err(why) => return ended(&format!("its instance could not be made: {why}")),

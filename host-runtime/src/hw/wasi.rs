@@ -77,6 +77,7 @@ impl HostState {
             match self.pause(ROUND, until) {
                 Wait::Ready => {}
                 Wait::Ended if self.abort.aborted() => {
+                    self.excused = true;
                     return Err(wasmtime::format_err!("a poll was aborted: {}", self.abort.reason()));
                 }
                 // WASI has no answer for this; a guest that was given one would poll again.

@@ -23,7 +23,7 @@ use crate::hw::objects::{Client, CommCore};
 use crate::hw::sockets::decode;
 use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, byte_list};
-use crate::plugin::{Instance, bounded, waiting};
+use crate::plugin::{Instance, bounded_by_caller, waiting};
 use crate::serve::client::Served;
 use crate::serve::wire;
 
@@ -216,6 +216,7 @@ impl Here {
                 made
             }
             Rendezvous::Root(root) => {
+                instance.peek(|s| s.root_name = root.rsplit_once(':').map(|(host, _)| host.into()));
                 forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?
             }
         };
@@ -235,7 +236,7 @@ impl Here {
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         match patience {
             Patience::Usual => self.call(ask),
-            Patience::Operation(until) => bounded(Some(until), || self.call(ask)),
+            Patience::Operation(until) => bounded_by_caller(until, || self.call(ask)),
             Patience::Waits(until) => waiting(until, || self.call(ask)),
         }
     }

@@ -7,6 +7,7 @@
 //! | [`Communicator::shrink`] | `ncclCommShrink` | those that are left | the list of survivors, over the ranks' meeting places |
 //!
 //! All three end alike: a verdict of the whole group (`verdict`), an id, and only then the library's `InitComm` (INV-29).
+//! What of it goes over the bootstrap, which a plugin carries, is sealed (`sealed`); the meeting places are the host's own.
 //! A rank stays on its device, so tensors of the parent serve in the new communicator.
 //!
 //! Invariants: one group or split is made at a time, and one shrink (the locks of [`Groups`]), because the messages of two
@@ -17,6 +18,7 @@ mod beacon;
 #[doc(hidden)]
 pub mod fuzzing;
 mod pool;
+mod sealed;
 mod signature;
 mod verdict;
 
@@ -28,6 +30,7 @@ use beacon::{Beacon, Meeting};
 use hmac::Mac;
 use hw_bridge::patience::{passed, stopped_since};
 use pool::Pool;
+use sealed::Sealed;
 use verdict::{Messages, Refusal, agree, patience};
 
 pub use pool::PooledComm;
@@ -464,10 +467,12 @@ impl Communicator {
     /// Verdict and id over the bootstrap, then the init.
     fn make(&self, state: &mut State, kind: Kind, purpose: &Purpose<'_>, graph: bool) -> Result<Communicator, Error> {
         in_step(state)?;
-        let key = state.next_key(self.core().key, kind, purpose.members);
-        let mut messages = Bootstrap { comm: self, members: purpose.members, begun: Instant::now(), lost: false };
+        let parent = self.core().key;
+        let key = state.next_key(parent, kind, purpose.members);
+        let bootstrap = Bootstrap { comm: self, members: purpose.members, begun: Instant::now(), lost: false };
+        let mut messages = Sealed::new(bootstrap, parent, key, self.rank());
         let decided = self.decide(purpose, key, &mut messages);
-        if messages.lost {
+        if messages.broken || messages.by.lost {
             let why = decided.as_ref().err().map_or_else(String::new, Error::to_string);
             state.out_of_step = Some(why);
         }

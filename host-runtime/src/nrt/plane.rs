@@ -564,9 +564,7 @@ mod tests {
         let (runtime, joining) = alone();
         let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
         let connecting = seat.expanding.enter(&mut Wait::until(Instant::now())).unwrap();
-        let begun = Instant::now();
         let e = seat.expand_connectivity("barrier", Duration::from_millis(20)).unwrap_err();
-        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
         assert!(matches!(e, Error::Connecting { own: true, .. }), "{e}");
         assert!(e.to_string().ends_with("another stream of this rank is still connecting them"), "{e}");
         drop(connecting);

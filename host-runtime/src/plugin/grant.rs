@@ -11,7 +11,7 @@ use serde::Deserialize;
 
 use super::check::Denied;
 use crate::hw;
-use crate::policy::{Bytes, Network, Reach, listed};
+use crate::policy::{Bytes, HostName, Network, Reach, listed};
 use crate::tenant::Tenant;
 
 const SECTION: &[u8] = b"wccl:manifest";
@@ -41,6 +41,7 @@ pub struct Grant {
 struct Manifest {
     listen: Vec<Reach>,
     reach: Vec<Reach>,
+    names: Option<Vec<HostName>>,
     files: BTreeSet<String>,
     memory: Option<Bytes>,
     tasks: Option<usize>,
@@ -87,6 +88,11 @@ impl Grant {
         };
         within("network.listen", &m.listen, &self.network.listen)?;
         within("network.reach", &m.reach, &self.network.reach)?;
+        // One that asks for addresses and no names is of a time when those were one grant: it looks up what it is granted.
+        let names = m.names.unwrap_or_else(|| self.network.names.clone());
+        if let Some(over) = names.iter().find(|a| !self.network.names.iter().any(|g| g.holds_all(a))) {
+            return Err(beyond("network.names", over, listed(&self.network.names)));
+        }
         if let Some(file) = m.files.difference(&self.files).next() {
             return Err(beyond("files.read", file, listed(&self.files)));
         }
@@ -98,7 +104,7 @@ impl Grant {
         if tasks > self.tasks {
             return Err(beyond("limits.tasks", tasks, self.tasks));
         }
-        let network = Network { listen: m.listen, reach: m.reach };
+        let network = Network { listen: m.listen, reach: m.reach, names };
         Ok(Grant { network, files: m.files, memory, tasks, ..self }.given())
     }
 }
@@ -224,7 +230,9 @@ mod tests {
         }
         let mut some = Grant::default();
         some.network.reach = vec!["10.0.0.0/8:1-9".parse().unwrap()];
+        some.network.names = vec!["*.example".parse().unwrap()];
         let asked = |text: &str| some.clone().cut_to(&component(&[text], &[])).is_ok();
+        assert!(asked("names = [\"a.example\"]") && !asked("names = [\"a.test\"]"));
         assert!(asked("reach = [\"10.1.0.0/16:2-9\"]"));
         assert!(!asked("reach = [\"10.1.0.0/16:2-10\"]") && !asked("reach = [\"0.0.0.0/0:2\"]"));
     }

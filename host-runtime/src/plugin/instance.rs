@@ -39,12 +39,14 @@ thread_local! {
 pub(crate) struct Bound {
     /// When the operation gives up that it serves: the instance is stopped if the call does not come back.
     pub(crate) until: Option<Instant>,
+    /// Whether the caller has chosen that, and not the host.
+    pub(crate) chosen: bool,
     /// When its waits end.
     pub(crate) waits: Option<Instant>,
 }
 
 impl Bound {
-    pub(crate) const NONE: Bound = Bound { until: None, waits: None };
+    pub(crate) const NONE: Bound = Bound { until: None, chosen: false, waits: None };
 
     /// Of what the call waits for before it is made.
     fn first(self) -> Option<Instant> {
@@ -54,7 +56,7 @@ impl Bound {
     /// The same later on, for what knows nothing of a stop of the process since then.
     fn resumed(self, since: Instant) -> Bound {
         let later = |until: Instant| until.checked_add(stopped_since(since)).unwrap_or(until);
-        Bound { until: self.until.map(later), waits: self.waits.map(later) }
+        Bound { until: self.until.map(later), waits: self.waits.map(later), ..self }
     }
 }
 
@@ -62,6 +64,11 @@ impl Bound {
 /// entries have the library's parameters and no more.
 pub(crate) fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
     within(Bound { until, ..Bound::NONE }, call)
+}
+
+/// The same with a deadline that the caller has chosen, which may be any: a guest that it ends has done nothing wrong.
+pub(crate) fn bounded_by_caller<R>(until: Instant, call: impl FnOnce() -> R) -> R {
+    within(Bound { until: Some(until), chosen: true, ..Bound::NONE }, call)
 }
 
 /// Makes one call of an instance, with no wait in it that outlasts `until`, be it for another call or the guest's.
@@ -442,10 +449,9 @@ impl Instance {
 fn note_stop(library: &Library, state: &HostState, why: &str) {
     let tenant = &state.tenant;
     tenant.counters.trapped();
-    // A guest has done nothing wrong that its own user's abort, or a swap, ended; that had no room for others of its tenant; or
-    // that had too little time to begin with what it is to begin with.
-    let ended = state.abort.aborted() || state.unwanted.get().is_some();
-    if !ended && !state.crowded() && !state.cut_short() {
+    // A guest that its own user's abort or deadline, or a swap, ended has done nothing wrong (one that traps has, also then); nor has
+    // one that had no room for others of its tenant, or too little time to begin with what it is to begin with.
+    if !state.excused && !state.crowded() && !state.cut_short() {
         tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
     }
 }

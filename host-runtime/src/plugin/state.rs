@@ -44,6 +44,8 @@ pub struct HostState {
     pub(crate) key: Option<GroupKey>,
     /// Where the root of the id listens by which it joins, if it joins by one.
     pub(crate) root: Option<SocketAddr>,
+    /// The host name of the root as its program wrote it, if it joins at `host:port`: it may be looked up.
+    pub(crate) root_name: Option<String>,
     /// Everything that is logged on behalf of this instance stands in it.
     pub(crate) span: tracing::Span,
     pub(crate) published: Vec<Published>,
@@ -63,6 +65,8 @@ pub struct HostState {
     held: usize,
     /// Whether the limit is that other instances of its tenant have the memory.
     crowded: bool,
+    /// Whether the host ended the call because its caller aborted it or has chosen a deadline, or another plugin is wanted.
+    pub(crate) excused: bool,
     /// When the call under way is to end, if its caller has said so.
     bound: Bound,
     /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
@@ -107,6 +111,7 @@ impl HostState {
             client: None,
             key: None,
             root: None,
+            root_name: None,
             published: Vec::new(),
             entry: "",
             live: false,
@@ -118,6 +123,7 @@ impl HostState {
             memory: 0,
             held: 0,
             crowded: false,
+            excused: false,
             begun: Instant::now(),
             bound: Bound::NONE,
             entered: on_core(),
@@ -259,10 +265,12 @@ impl HostState {
     /// host functions that wait, with a status; a guest that goes on all the same is ended.
     fn within_budget(&mut self) -> wasmtime::Result<()> {
         if self.abort.aborted_for().is_some_and(|ago| ago > GRACE) {
+            self.excused = true;
             return Err(wasmtime::format_err!("aborted: {}", self.abort.reason()));
         }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
         let why = if let Some(why) = self.unwanted.get() {
+            self.excused = true;
             why.clone()
         } else if self.spent > call {
             self.tenant.counters.refused("limits.call");
@@ -270,6 +278,7 @@ impl HostState {
         } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
         } else if self.bound.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
+            self.excused = self.bound.chosen;
             "the call went on after the deadline of its operation".to_string()
         } else {
             return Ok(());
@@ -295,6 +304,7 @@ impl HostState {
             self.tenant.counters.refused("limits.call-in-all");
             format!("the call took more than {wall:?} in all, waits included")
         } else {
+            self.excused = self.bound.chosen;
             format!("{what}: the deadline of its operation has passed")
         };
         self.ends(why.clone(), false);
@@ -309,7 +319,7 @@ impl HostState {
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
-        self.crowded = false;
+        (self.crowded, self.excused) = (false, false);
         self.causes.clear();
         self.limit = None;
     }

@@ -1,6 +1,7 @@
 //! When a plugin that stopped may run again: after a pause that doubles, within a budget, then never.
 //!
-//! A stop is a trap, a passed deadline or a broken limit of any instance of the plugin. One that stops more often than
+//! A stop is a trap or a broken limit of any instance of the plugin, not what the host ended for its caller's sake: for an abort,
+//! a deadline that the caller has chosen, a swap. One that stops more often than
 //! [`Limits::restarts`](crate::limits::Limits) in its window is quarantined for the life of the tenant runtime: no further
 //! instance of it is made, be it for a communicator, a task or a net plugin's binding; instances that run go on. An operator replaces it ([`crate::swap`]).
 

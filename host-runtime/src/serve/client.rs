@@ -23,6 +23,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
+use super::listener;
 use super::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
 use crate::abort::AbortToken;
 use crate::error::Error;
@@ -77,9 +78,10 @@ fn lost(socket: &Path, why: impl std::fmt::Display) -> Error {
     Error::Service { what, status: Status::CLOSED }
 }
 
-fn reach(socket: &Path) -> Result<UnixStream, Error> {
+/// Connects, for the user `me`, to who may listen at a service's socket.
+fn reach(socket: &Path, me: u32) -> Result<UnixStream, Error> {
     let at = SocketAddrUnix::new(socket);
-    at.and_then(|at| dial(&at, None, Instant::now() + SERVICE_MESSAGE)).map_err(|e| {
+    let reached = at.and_then(|at| dial(&at, None, Instant::now() + SERVICE_MESSAGE)).map_err(|e| {
         let hint = match e {
             Errno::ACCESS => "; its policy does not name this user",
             Errno::NOENT | Errno::CONNREFUSED => "; is `wccl serve` running?",
@@ -87,13 +89,18 @@ fn reach(socket: &Path) -> Result<UnixStream, Error> {
         };
         let what = format!("the service at {} cannot be reached: {e}{hint}", socket.display());
         Error::Service { what, status: Status::CLOSED }
-    })
+    })?;
+    listener::check(&reached, socket, me).map_err(|why| {
+        let what = format!("the service at {} is not believed to be one: {why}", socket.display());
+        Error::Service { what, status: Status::INVALID }
+    })?;
+    Ok(reached)
 }
 
 impl Line {
     /// Answers what the service said, and the market's descriptor if it handed one.
     fn open(socket: &Path, calls: Arc<AtomicU64>) -> Result<(Line, Welcome, Option<OwnedFd>), Error> {
-        let stream = reach(socket)?;
+        let stream = reach(socket, rustix::process::geteuid().as_raw())?;
         let until = Instant::now() + SERVICE_MESSAGE;
         let said = message::send(&stream, &Hello::mine(), &[], until);
         // One that refuses may do so before it reads.
@@ -339,6 +346,8 @@ impl Served {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixListener;
 
     use super::*;
     use crate::nrt::RuntimeConfig;
@@ -356,20 +365,53 @@ mod tests {
         let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
         // A service that does not answer.
         let (stream, mut mute) = UnixStream::pair().unwrap();
-        let longest = Duration::from_secs(5);
+        let longest = Duration::from_secs(600);
         let line = Line { stream, socket: "here".into(), calls: Arc::default(), longest, lost: None };
         let served = Served::over(line, seat.core().clone());
         std::thread::scope(|s| {
             let first = s.spawn(|| served.ask(Ask::Info, Patience::Usual));
             mute.read_exact(&mut [0]).unwrap();
             for patience in [Patience::Waits, Patience::Operation] {
-                let begun = Instant::now();
-                let e = served.ask(Ask::Info, patience(begun + Duration::from_millis(20))).unwrap_err();
-                assert!(begun.elapsed() < longest && e.status() == Status::TIMEOUT, "{e}");
+                let e = served.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))).unwrap_err();
+                assert_eq!(e.status(), Status::TIMEOUT, "{e}");
                 assert!(e.to_string().contains("has kept its connection busy for"), "{e}");
             }
             drop(mute);
             first.join().unwrap().unwrap_err();
         });
+    }
+
+    /// Whoever it is reads nothing: there is no key before the kernel has said who listens.
+    #[test]
+    fn a_stranger_at_the_services_path_is_told_nothing() {
+        use rustix::process::{Uid, geteuid};
+        let mine = geteuid().as_raw();
+        // Root is believed wherever it listens, and only root can listen as somebody else; any other user asks as somebody else.
+        let (who, me) = if mine == 0 { (65_533, 0) } else { (mine, mine + 1) };
+        let dir = std::env::temp_dir().join(format!("wccl-listener-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir(&dir).unwrap();
+        std::os::unix::fs::chown(&dir, Some(who), None).unwrap();
+        let mode = |mode| std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(mode)).unwrap();
+        mode(0o777);
+        let socket = dir.join("red.sock");
+        let listener = std::thread::scope(|s| {
+            let listens = s.spawn(|| {
+                if mine == 0 {
+                    let uid = Uid::from_raw(who);
+                    // Of this thread, which ends; the kernel keeps who it was when it began to listen.
+                    rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+                }
+                UnixListener::bind(&socket).unwrap()
+            });
+            listens.join().unwrap()
+        });
+        let e = reach(&socket, me).unwrap_err().to_string();
+        assert!(e.contains(&format!("user {who} listens there, in a directory that others")), "{e}");
+        let (mut told, _) = listener.accept().unwrap();
+        assert_eq!(told.read(&mut [0]).unwrap(), 0);
+        mode(0o711);
+        reach(&socket, me).unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

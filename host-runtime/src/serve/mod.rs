@@ -19,6 +19,7 @@
 pub(crate) mod client;
 #[doc(hidden)]
 pub mod fuzzing;
+mod listener;
 mod session;
 pub(crate) mod wire;
 

@@ -210,7 +210,7 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
         ]
     });
     let folder = Folder::with(&plugin);
-    let all = "[devices]\ncores = [0, 1]\nhbm = \"64 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.0/8:*\"]\n[files]\nread = [\"NCCL_TOPO_FILE\"]";
+    let all = "[devices]\ncores = [0, 1]\nhbm = \"64 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.0/8:*\"]\nnames = [\"localhost\"]\n[files]\nread = [\"NCCL_TOPO_FILE\"]";
     let opened = |tenant: &str, more: &str| {
         let policy = Some(folder.policy(tenant, &format!("{ONE}\n{more}")));
         let mut config = RuntimeConfig { plugin: Some("plugin.wasm".into()), policy, ..crate::common::config() };
@@ -266,8 +266,14 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
         ),
         (
             3,
+            "network.names",
+            "[network]\nreach = [\"127.0.0.1:*\"]\nnames = [\"*.localhost\", \"host\"]".into(),
+            "asked to look up host name localhost; network.names grants *.localhost, host".into(),
+        ),
+        (
+            3,
             "network.reach",
-            "[network]\nreach = [\"10.0.0.0/8:*\"]".into(),
+            "[network]\nreach = [\"10.0.0.0/8:*\"]\nnames = [\"localhost\"]".into(),
             "asked for host name localhost, which is ".into(),
         ),
         (
@@ -502,6 +508,18 @@ fn a_bootstrap_without_an_interface_names_the_key() {
     let e = rt.unique_id(2).unwrap_err().to_string();
     assert!(e.contains("tenant red asked for an interface to listen on; network.listen grants 192.0.2.1:*"), "{e}");
     assert_eq!(refusals(&rt), [("network.listen", 1)].into());
+}
+
+/// The program names the root's host; no policy has to.
+#[test]
+fn a_root_by_its_host_name_needs_no_grant_of_names() {
+    let folder = Folder::new();
+    folder.put("nccom.wasm", zoo::built("nccom.wasm").unwrap());
+    let network = "[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.1:*\"]";
+    let more = format!("allow = [{{ file = \"nccom.wasm\" }}]\n[devices]\ncores = [0]\nhbm = \"1 MiB\"\n{network}");
+    let rt = open(folder.policy("red", &more), "nccom.wasm");
+    rt.init_comm(CommOptions::with_root(format!("localhost:{}", free_port()), 0, 1)).unwrap();
+    assert!(refusals(&rt).is_empty(), "{:?}", refusals(&rt));
 }
 
 /// Two tenants at work side by side with the real library, each with what a bootstrap needs and no more.
