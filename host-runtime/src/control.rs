@@ -32,6 +32,8 @@ use crate::swap::{Request, Status, Swaps};
 
 /// How often one is looked at that has said half a question.
 const LOOK: Duration = Duration::from_millis(10);
+/// How long one that was answered may be silent before it makes room: who asks for a swap speaks with all processes first.
+const SILENT: Duration = Duration::from_secs(10);
 
 /// What is asked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -176,6 +178,8 @@ struct Visitor {
     stream: UnixStream,
     /// When the first half of a question was seen.
     half_since: Option<Instant>,
+    /// When a question of its was answered last.
+    answered: Option<Instant>,
 }
 
 /// What of a question is there.
@@ -214,7 +218,8 @@ impl Visitor {
 }
 
 /// Hears all visitors side by side: a question is read when all of it is there, so one who says nothing, or half, holds nobody
-/// up. When there is no place left the one that has been silent for longest makes room.
+/// up. When there is no place left the oldest makes room that has asked nothing yet, else one that was answered long ago; else
+/// who comes is sent away.
 fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inner>) {
     // Who spoke last comes last.
     let mut visitors: Vec<Visitor> = Vec::new();
@@ -246,7 +251,12 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
                     }
                 }
                 There::Whole => {
-                    spoken.extend(answer(v.stream, runtime).map(|stream| Visitor { stream, half_since: None }));
+                    let answered = Some(Instant::now());
+                    spoken.extend(answer(v.stream, runtime).map(|stream| Visitor {
+                        stream,
+                        half_since: None,
+                        answered,
+                    }));
                 }
                 There::Gone => {}
             }
@@ -255,10 +265,16 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
         match listener.accept() {
             Ok((stream, _)) => {
                 if credentials::of_peer(&stream).is_ok_and(|c| credentials::this_user(&c)) {
-                    if visitors.len() >= MAX_VISITORS {
-                        visitors.remove(0);
+                    let full = visitors.len() >= MAX_VISITORS;
+                    let asked_nothing = |v: &Visitor| v.answered.is_none();
+                    let silent = |v: &Visitor| v.answered.is_some_and(|at| at.elapsed() >= SILENT);
+                    let goes = || visitors.iter().position(asked_nothing).or_else(|| visitors.iter().position(silent));
+                    if let Some(at) = full.then(goes).flatten() {
+                        visitors.remove(at);
                     }
-                    visitors.push(Visitor { stream, half_since: None });
+                    if visitors.len() < MAX_VISITORS {
+                        visitors.push(Visitor { stream, half_since: None, answered: None });
+                    }
                 }
             }
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {}
@@ -398,8 +414,10 @@ mod tests {
             })
             .collect();
         let asks = visitor();
-        // The second question on the same connection, with the others still there.
+        // The second question on the same connection, also when others have come since, as after the first one of who asks for a swap.
         status(&asks);
+        let _more: Vec<_> = (0..3 * MAX_VISITORS).map(|_| visitor()).collect();
+        status(&visitor());
         status(&asks);
         drop((mute, half));
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();

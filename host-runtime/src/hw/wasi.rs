@@ -17,6 +17,7 @@ use wasmtime_wasi::{WasiCtx, WasiCtxView, WasiView};
 use super::Trap;
 use super::sockets::Wait;
 use crate::plugin::HostState;
+use crate::plugin::state::Ended;
 
 /// Random bytes of one call.
 const MAX_RANDOM: u64 = 64 << 10;
@@ -77,7 +78,7 @@ impl HostState {
             match self.pause(ROUND, until) {
                 Wait::Ready => {}
                 Wait::Ended if self.abort.aborted() => {
-                    self.excused = true;
+                    self.ended = Ended::ForCaller;
                     return Err(wasmtime::format_err!("a poll was aborted: {}", self.abort.reason()));
                 }
                 // WASI has no answer for this; a guest that was given one would poll again.

@@ -98,13 +98,6 @@ fn key(engine: &Engine, digest: &str) -> String {
     format!("{digest}-{:016x}", h.finish())
 }
 
-/// Whether the compiled form of the plugin with this hash is here, or kept; what is kept may be damaged.
-pub(super) fn holds(engine: &Engine, digest: &str) -> bool {
-    let key = key(engine, digest);
-    let here = matches!(lock(&IN_USE).get(&key), Some(Held::Here(c)) if c.strong_count() > 0);
-    here || directory().is_some_and(|dir| dir.exists(entry(&key)))
-}
-
 /// What this process has of each compiled plugin, by key.
 static IN_USE: Mutex<BTreeMap<String, Held>> = Mutex::new(BTreeMap::new());
 static LOADED: Condvar = Condvar::new();
@@ -116,13 +109,26 @@ enum Held {
 }
 
 /// The compiled form of `bytes`, whose hash is `digest`: the one that is in use in this process, else the cache's, else it is
-/// compiled. All runtimes of a process share it, as long as one has it.
+/// compiled.
 pub(super) fn compile(engine: &Engine, bytes: &[u8], digest: &str) -> wasmtime::Result<Arc<Component>> {
     let key = key(engine, digest);
+    shared(&key, || kept_or_compiled(engine, bytes, &key))
+}
+
+/// The same without compiling anything: `None` if the plugin with this hash is neither in use nor kept.
+pub(super) fn kept(engine: &Engine, digest: &str) -> Option<Arc<Component>> {
+    let key = key(engine, digest);
+    let from = || in_default_float_state(|| load(engine, &directory()?, &key));
+    shared(&key, || from().ok_or_else(|| wasmtime::format_err!("it is not kept"))).ok()
+}
+
+/// What is in use under this key in this process, else what is made: all runtimes of a process share it, as long as one has it.
+/// Who comes while another one makes it waits for that.
+fn shared(key: &str, make: impl FnOnce() -> wasmtime::Result<Component>) -> wasmtime::Result<Arc<Component>> {
     let begun = Instant::now();
     let mut held = lock(&IN_USE);
     loop {
-        match held.get(&key) {
+        match held.get(key) {
             Some(Held::Here(c)) if let Some(c) = c.upgrade() => return Ok(c),
             Some(Held::Awaited)
                 if let left = PATIENCE.saturating_sub(begun.elapsed())
@@ -134,7 +140,7 @@ pub(super) fn compile(engine: &Engine, bytes: &[u8], digest: &str) -> wasmtime::
         }
     }
     held.retain(|_, h| !matches!(h, Held::Here(c) if c.strong_count() == 0));
-    held.insert(key.clone(), Held::Awaited);
+    held.insert(key.into(), Held::Awaited);
     drop(held);
     /// However it ends, nobody waits any more.
     struct Ends<'a>(&'a str, Weak<Component>);
@@ -144,8 +150,8 @@ pub(super) fn compile(engine: &Engine, bytes: &[u8], digest: &str) -> wasmtime::
             LOADED.notify_all();
         }
     }
-    let mut ends = Ends(&key, Weak::new());
-    let component = Arc::new(kept_or_compiled(engine, bytes, &key)?);
+    let mut ends = Ends(key, Weak::new());
+    let component = Arc::new(make()?);
     ends.1 = Arc::downgrade(&component);
     Ok(component)
 }
@@ -412,7 +418,7 @@ mod tests {
         let engine = Engine::default();
         // Of this run alone: no cache has it.
         let bytes = wat::parse_str(format!("(component (core module (func (export \"{}\"))))", line!())).unwrap();
-        let digest = format!("test-{}", std::process::id());
+        let digest = format!("test-shared-{}", std::process::id());
         let first = std::thread::scope(|s| {
             let all: Vec<_> = (0..4).map(|_| s.spawn(|| compile(&engine, &bytes, &digest).unwrap())).collect();
             all.into_iter().map(|t| t.join().unwrap()).reduce(|a, b| {
@@ -421,7 +427,7 @@ mod tests {
             })
         })
         .unwrap();
-        assert!(holds(&engine, &digest));
+        assert!(Arc::ptr_eq(&first, &kept(&engine, &digest).unwrap()));
         assert!(Arc::ptr_eq(&first, &compile(&engine, &bytes, &digest).unwrap()));
         let gone = Arc::downgrade(&first);
         drop(first);
@@ -430,10 +436,10 @@ mod tests {
         for _ in 0..2 {
             assert!(compile(&engine, b"no component", &digest).is_err());
         }
-        assert!(!holds(&engine, &digest));
+        assert!(kept(&engine, &digest).is_none());
         if let Some(dir) = directory() {
             for name in dir.entries().unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()) {
-                if name.starts_with(&format!("test-{}-", std::process::id())) || name.starts_with(&digest) {
+                if name.starts_with(&format!("test-shared-{}-", std::process::id())) || name.starts_with(&digest) {
                     dir.remove_file(name).unwrap();
                 }
             }

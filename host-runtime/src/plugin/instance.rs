@@ -16,6 +16,7 @@ use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 
 use super::engine::Ticking;
+use super::state::Ended;
 use super::supervisor::Refusal;
 use super::throttle::Working;
 use super::{HostState, Library};
@@ -244,7 +245,9 @@ impl Instance {
             true => self.late(entry, begun),
             false => self.stop_error(entry, unmade.why, Vec::new()),
         })?;
-        tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
+        if tenant.may_log() {
+            tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
+        }
         Ok(made)
     }
 
@@ -449,11 +452,12 @@ impl Instance {
 fn note_stop(library: &Library, state: &HostState, why: &str) {
     let tenant = &state.tenant;
     tenant.counters.trapped();
-    // A guest that its own user's abort or deadline, or a swap, ended has done nothing wrong (one that traps has, also then); nor has
-    // one that had no room for others of its tenant, or too little time to begin with what it is to begin with.
-    if !state.excused && !state.crowded() && !state.cut_short() {
-        tenant.supervisor.stopped(library, &tenant.limits, why, Instant::now());
-    }
+    let blamed = match state.ended {
+        Ended::ForCaller => return,
+        Ended::ForTime | Ended::ForRoom => false,
+        Ended::ByItself => true,
+    };
+    tenant.supervisor.stopped(library, &tenant.limits, why, blamed, Instant::now());
 }
 
 /// What stopped a call, with the limit named where one did.

@@ -87,9 +87,9 @@ impl Source {
         &self.path
     }
 
-    /// Whether its compiled form is kept, so that a load costs milliseconds and not seconds.
-    pub fn is_compiled(&self) -> bool {
-        engine::engine().is_ok_and(|engine| cache::holds(engine, &self.digest))
+    /// Its compiled form, if that is in use or kept: as long as the caller has it, a load costs milliseconds and not seconds.
+    pub fn compiled(&self) -> Option<Arc<Component>> {
+        cache::kept(engine::engine().ok()?, &self.digest)
     }
 
     /// Compiles and links it, by the one way that there is. The error is a sentence without the plugin's name.
@@ -480,7 +480,7 @@ mod tests {
     /// trap of the plugin's own is one, whatever the caller does meanwhile.
     #[test]
     fn only_what_the_plugin_does_itself_is_counted_against_it() {
-        let stops = |tenant: &Tenant| tenant.supervisor.stops("").0;
+        let stops = |tenant: &Tenant| tenant.supervisor.blamed("");
         for name in ["spin", "chat"] {
             let (i, tenant) = instance(Limits::default(), || {});
             bounded_by_caller(Instant::now(), || call(&i, name)).unwrap_err();
@@ -559,7 +559,7 @@ mod tests {
         assert_eq!(e.status(), Status::TIMEOUT);
         let e = gone.successor("restart", Some(soon())).map(drop).unwrap_err();
         assert!(matches!(e, Error::Busy { inside: "restart", .. }), "{e}");
-        assert_eq!(tenant.supervisor.stops(&library.digest).0, 2);
+        assert_eq!(tenant.supervisor.blamed(&library.digest), 2);
         spins.store(false, Ordering::Relaxed);
         call(&serves, "entry").unwrap();
         let new = gone.successor("restart", Some(Instant::now() + Duration::from_secs(600))).unwrap();
@@ -623,7 +623,7 @@ mod tests {
         let limits = Limits { memory_in_all: 4 * MIB, call, restart_pause, ..Limits::default() };
         let (library, tenant) = (library(GROWS, |_| {}), limited(limits));
         let i = Instance::renewable(&library, state(&tenant)).unwrap();
-        let stops = || tenant.supervisor.stops(&library.digest).0;
+        let stops = || tenant.supervisor.blamed(&library.digest);
         let others = 3 * MIB;
         tenant.take_memory(others).unwrap();
         let says = |name, text: &str| {
@@ -632,6 +632,8 @@ mod tests {
         };
         says("grow", "limits.memory-in-all");
         assert_eq!((stops(), tenant.counters.traps()), (0, 1));
+        // A plugin in probation goes back for it all the same.
+        assert_eq!(tenant.supervisor.stops(&library.digest).0, 1);
         // More than all may have together: nobody else need have any.
         says("too-much", "limits.memory-in-all");
         assert_eq!(stops(), 1);

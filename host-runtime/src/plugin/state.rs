@@ -24,6 +24,19 @@ use crate::tenant::{Counted, Tenant};
 /// How long a guest may take to come back after an abort, or after the deadline of the operation that it serves.
 const GRACE: Duration = Duration::from_millis(500);
 
+/// By whom or for what a call ends that does not come back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// The plugin has trapped, or reached a limit of its own.
+    ByItself,
+    /// Its caller has aborted it, or another plugin is wanted.
+    ForCaller,
+    /// A deadline that its caller has chosen, or too little time to begin with what it is to begin with.
+    ForTime,
+    /// Other instances of its tenant have the memory that it asked for last.
+    ForRoom,
+}
+
 /// The data of every store.
 pub struct HostState {
     pub(crate) table: ResourceTable,
@@ -63,10 +76,8 @@ pub struct HostState {
     /// Bytes of its linear memories, and of those and its tables together as its tenant counts them.
     memory: usize,
     held: usize,
-    /// Whether the limit is that other instances of its tenant have the memory.
-    crowded: bool,
-    /// Whether the host ended the call because its caller aborted it or has chosen a deadline, or another plugin is wanted.
-    pub(crate) excused: bool,
+    /// By whom or for what the call ends, if it does not come back.
+    pub(crate) ended: Ended,
     /// When the call under way is to end, if its caller has said so.
     bound: Bound,
     /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
@@ -122,8 +133,7 @@ impl HostState {
             limit: None,
             memory: 0,
             held: 0,
-            crowded: false,
-            excused: false,
+            ended: Ended::ByItself,
             begun: Instant::now(),
             bound: Bound::NONE,
             entered: on_core(),
@@ -258,38 +268,42 @@ impl HostState {
 
     /// Whether the caller for whom a stopped instance was to be replaced had no more time.
     pub(crate) fn cut_short(&self) -> bool {
-        self.restarts && self.overdue()
+        self.restarts && self.ended == Ended::ForTime
     }
 
     /// The bounds of a call, looked at whenever the guest comes out, for a host call or a tick. An abort is answered by the
     /// host functions that wait, with a status; a guest that goes on all the same is ended.
     fn within_budget(&mut self) -> wasmtime::Result<()> {
         if self.abort.aborted_for().is_some_and(|ago| ago > GRACE) {
-            self.excused = true;
+            self.ended = Ended::ForCaller;
             return Err(wasmtime::format_err!("aborted: {}", self.abort.reason()));
         }
         let (call, wall) = (self.tenant.limits.call, self.tenant.limits.wall);
-        let why = if let Some(why) = self.unwanted.get() {
-            self.excused = true;
-            why.clone()
+        let (why, ended) = if let Some(why) = self.unwanted.get() {
+            (why.clone(), Ended::ForCaller)
         } else if self.spent > call {
             self.tenant.counters.refused("limits.call");
-            format!("the call used more than its {call:?} of guest time")
+            (format!("the call used more than its {call:?} of guest time"), Ended::ByItself)
         } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
         } else if self.bound.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
-            self.excused = self.bound.chosen;
-            "the call went on after the deadline of its operation".to_string()
+            ("the call went on after the deadline of its operation".to_string(), self.overdue_for())
         } else {
             return Ok(());
         };
-        self.ends(why.clone(), false);
+        self.ends(why.clone(), ended);
         Err(wasmtime::format_err!("{why}"))
     }
 
-    /// Notes the limit that stops the call if it does not come back, and whether others have what it is short of.
-    fn ends(&mut self, why: String, crowded: bool) {
-        (self.limit, self.crowded) = (Some(why), crowded);
+    /// Notes the limit that stops the call if it does not come back, and for what that is.
+    fn ends(&mut self, why: String, ended: Ended) {
+        (self.limit, self.ended) = (Some(why), ended);
+    }
+
+    /// For what a call ends when its deadline has passed: one that the host has set is as long as any plugin needs, unless it is for
+    /// making an instance in a stopped one's place.
+    fn overdue_for(&self) -> Ended {
+        if self.bound.chosen || self.restarts { Ended::ForTime } else { Ended::ByItself }
     }
 
     /// Whether the call has taken so long in all.
@@ -300,14 +314,15 @@ impl HostState {
     /// The end of a guest whose call has no time left: in all, or for its operation.
     pub(crate) fn out_of_time(&mut self, what: &str) -> wasmtime::Error {
         let wall = self.tenant.limits.wall;
-        let why = if self.over(wall) {
+        let (why, ended) = if self.over(wall) {
             self.tenant.counters.refused("limits.call-in-all");
-            format!("the call took more than {wall:?} in all, waits included")
+            (format!("the call took more than {wall:?} in all, waits included"), Ended::ByItself)
+        } else if self.overdue() {
+            (format!("{what}: the deadline of its operation has passed"), self.overdue_for())
         } else {
-            self.excused = self.bound.chosen;
-            format!("{what}: the deadline of its operation has passed")
+            (format!("{what}: the time that its caller gave it for waits has passed"), Ended::ForTime)
         };
-        self.ends(why.clone(), false);
+        self.ends(why.clone(), ended);
         wasmtime::format_err!("{why}")
     }
 
@@ -319,7 +334,7 @@ impl HostState {
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
-        (self.crowded, self.excused) = (false, false);
+        self.ended = Ended::ByItself;
         self.causes.clear();
         self.limit = None;
     }
@@ -411,20 +426,21 @@ impl HostState {
     /// Counts so many more bytes for the tenant, or notes that it may not have them.
     fn hold(&mut self, more: usize) -> bool {
         match self.tenant.take_memory(more) {
-            Ok(()) => self.held += more,
+            Ok(()) => {
+                self.held += more;
+                // What it was short of before it has now.
+                if self.ended == Ended::ForRoom {
+                    (self.limit, self.ended) = (None, Ended::ByItself);
+                }
+            }
             Err(why) => {
                 // What is more than all may have together is not others' doing.
                 let alone = self.held.saturating_add(more) > self.tenant.limits.memory_in_all;
-                self.ends(why, !alone);
+                self.ends(why, if alone { Ended::ByItself } else { Ended::ForRoom });
                 return false;
             }
         }
         true
-    }
-
-    /// Whether other instances of its tenant had the memory that it asked for last, which is no fault of the plugin's.
-    pub(crate) fn crowded(&self) -> bool {
-        self.crowded
     }
 }
 
@@ -441,7 +457,7 @@ impl ResourceLimiter for HostState {
         let total = self.memory.saturating_add(more);
         if total > most {
             self.tenant.counters.refused("limits.memory");
-            self.ends(format!("the instance asked for {total} bytes of memory, its limit is {most}"), false);
+            self.ends(format!("the instance asked for {total} bytes of memory, its limit is {most}"), Ended::ByItself);
             return Ok(false);
         }
         if !self.hold(more) {
@@ -458,7 +474,10 @@ impl ResourceLimiter for HostState {
         let most = self.tenant.limits.table;
         if desired > most {
             self.tenant.counters.refused("limits.table");
-            self.ends(format!("the instance asked for a table of {desired} elements, its limit is {most}"), false);
+            self.ends(
+                format!("the instance asked for a table of {desired} elements, its limit is {most}"),
+                Ended::ByItself,
+            );
             return Ok(false);
         }
         Ok(self.hold(desired.saturating_sub(current).saturating_mul(TABLE_ELEMENT)))
@@ -499,7 +518,7 @@ mod tests {
             assert!(!one.memory_growing(3 * MIB, 4 * MIB, Some(3 * MIB)).unwrap());
         }
         assert!(other.memory_growing(0, 2 * MIB, None).unwrap());
-        assert!(!other.memory_growing(2 * MIB, 4 * MIB, None).unwrap() && other.crowded());
+        assert!(!other.memory_growing(2 * MIB, 4 * MIB, None).unwrap() && other.ended == Ended::ForRoom);
         let (_, limit) = other.take_causes();
         let says = "tenant default asked for 2 MiB of plugin memory beyond the 5 MiB it has; limits.memory-in-all grants 6 MiB";
         assert_eq!(limit.as_deref(), Some(says));
@@ -541,5 +560,38 @@ mod tests {
         let admitted = instances.iter().flat_map(|i| [i.may_log(), i.may_log()]).filter(|may| *may).count();
         // However long it took: each further second admits three more.
         assert!(admitted <= 3 * (1 + begun.elapsed().as_secs() as usize), "{admitted}");
+    }
+
+    /// A client of a service chooses each of them.
+    #[test]
+    fn a_deadline_of_its_caller_is_not_blamed_on_the_plugin() {
+        let tenant = limited(Limits::default());
+        let (now, none) = (Some(Instant::now()), Bound::NONE);
+        for (bound, restarts, ended) in [
+            (Bound { until: now, ..none }, false, Ended::ByItself),
+            (Bound { until: now, ..none }, true, Ended::ForTime),
+            (Bound { until: now, chosen: true, ..none }, false, Ended::ForTime),
+            (Bound { waits: now, ..none }, false, Ended::ForTime),
+        ] {
+            let mut s = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
+            s.restarts = restarts;
+            s.begin_call("entry", bound);
+            s.out_of_time("a poll");
+            assert_eq!((s.ended, s.cut_short()), (ended, restarts), "{bound:?}");
+            s.begin_call("entry", none);
+            assert_eq!(s.ended, Ended::ByItself);
+        }
+    }
+
+    /// Or a plugin that had been refused some could trap at will.
+    #[test]
+    fn memory_that_came_after_all_is_no_excuse() {
+        let tenant = limited(Limits { memory_in_all: 4 << 20, ..Limits::default() });
+        let mut s = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
+        tenant.take_memory(4 << 20).unwrap();
+        assert!(!s.memory_growing(0, 1 << 20, None).unwrap() && s.ended == Ended::ForRoom);
+        tenant.memory.fetch_sub(4 << 20, Ordering::Relaxed);
+        assert!(s.memory_growing(0, 1 << 20, None).unwrap());
+        assert_eq!((s.ended, s.take_causes().1), (Ended::ByItself, None));
     }
 }

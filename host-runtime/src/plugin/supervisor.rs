@@ -1,9 +1,13 @@
 //! When a plugin that stopped may run again: after a pause that doubles, within a budget, then never.
 //!
-//! A stop is a trap or a broken limit of any instance of the plugin, not what the host ended for its caller's sake: for an abort,
-//! a deadline that the caller has chosen, a swap. One that stops more often than
+//! A stop is a trap or a broken limit of any instance of the plugin, not what the host ended because its caller aborted it, or for a
+//! swap. One that stops more often than
 //! [`Limits::restarts`](crate::limits::Limits) in its window is quarantined for the life of the tenant runtime: no further
 //! instance of it is made, be it for a communicator, a task or a net plugin's binding; instances that run go on. An operator replaces it ([`crate::swap`]).
+//!
+//! Some stops are not blamed on the plugin: by a deadline that its caller has chosen, by too little time for a restart, for want of
+//! memory that other instances of its tenant have. They bring no quarantine, but the pause, since a plugin can provoke them; and a
+//! plugin in probation goes back for them too ([`crate::swap`]).
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
@@ -27,8 +31,10 @@ struct Record {
     name: String,
     /// All stops so far.
     count: u64,
-    /// The stops of the last window, the oldest first.
+    /// The stops of the last window that are blamed on it, the oldest first.
     stops: VecDeque<Instant>,
+    /// Those that are not blamed on it: how many came one after another, each within a window of the one before, and the last.
+    spared: Option<(u32, Instant)>,
     last: String,
     restarts: u64,
     quarantined: bool,
@@ -76,19 +82,24 @@ pub struct Standing {
 }
 
 impl Supervisor {
-    /// Notes that an instance of `library` stopped.
-    pub(crate) fn stopped(&self, library: &Library, limits: &Limits, cause: &str, now: Instant) {
-        self.note(&library.digest, &library.name, limits, cause, now);
+    /// Notes that an instance of `library` stopped, and whether the plugin is to blame for it.
+    pub(crate) fn stopped(&self, library: &Library, limits: &Limits, cause: &str, blamed: bool, now: Instant) {
+        self.note(&library.digest, &library.name, limits, cause, blamed, now);
     }
 
-    fn note(&self, digest: &str, name: &str, limits: &Limits, cause: &str, now: Instant) {
+    fn note(&self, digest: &str, name: &str, limits: &Limits, cause: &str, blamed: bool, now: Instant) {
         let mut all = lock(&self.plugins);
         let record = all.entry(digest.to_string()).or_default();
         record.name = name.to_string();
         record.count += 1;
         record.last = cause.to_string();
         record.forget(limits, now);
-        record.stops.push_back(now);
+        if blamed {
+            record.stops.push_back(now);
+        } else {
+            let before = record.spared.map_or(0, |(n, _)| n);
+            record.spared = Some((before.saturating_add(1), now));
+        }
         if record.stops.len() > limits.restarts as usize && !record.quarantined {
             record.quarantined = true;
             let stops = record.stops.len();
@@ -103,6 +114,12 @@ impl Supervisor {
     /// How often instances of the plugin with this digest have stopped so far, and what stopped the last one.
     pub(crate) fn stops(&self, digest: &str) -> (u64, String) {
         lock(&self.plugins).get(digest).map_or_else(Default::default, |r| (r.count, r.last.clone()))
+    }
+
+    /// How many of the last window are blamed on it.
+    #[cfg(test)]
+    pub(crate) fn blamed(&self, digest: &str) -> usize {
+        lock(&self.plugins).get(digest).map_or(0, |r| r.stops.len())
     }
 
     /// Has the calling thread unparked at each stop from now on, in the place of the one that asked for it before.
@@ -128,10 +145,12 @@ impl Supervisor {
         let record = all.entry(digest.to_string()).or_default();
         record.forget(limits, now);
         record.check(limits)?;
-        if let Some(latest) = record.stops.back() {
-            let doubled = 1u32.checked_shl(record.stops.len() as u32 - 1).unwrap_or(u32::MAX);
+        let spared = record.spared.map_or(0, |(n, _)| n);
+        let stops = (record.stops.len() as u32).saturating_add(spared);
+        if let Some(latest) = record.stops.back().copied().max(record.spared.map(|(_, at)| at)) {
+            let doubled = 1u32.checked_shl(stops - 1).unwrap_or(u32::MAX);
             let pause = limits.restart_pause.saturating_mul(doubled).min(MAX_RESTART_PAUSE);
-            let left = pause.saturating_sub(now.saturating_duration_since(*latest));
+            let left = pause.saturating_sub(now.saturating_duration_since(latest));
             if !left.is_zero() {
                 return Err(Refusal::Pausing { left, last: record.last.clone() });
             }
@@ -166,6 +185,7 @@ impl Record {
         {
             self.stops.pop_front();
         }
+        self.spared = self.spared.filter(|(_, at)| now.saturating_duration_since(*at) <= limits.restart_window);
     }
 
     fn check(&self, limits: &Limits) -> Result<(), Refusal> {
@@ -209,7 +229,7 @@ mod tests {
     fn pauses_double_and_the_budget_ends_in_quarantine() {
         let (s, limits, start) = (Supervisor::default(), LIMITS(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
-        let stop = |seconds| s.note("d", "p.wasm", &limits, "a trap", at(seconds));
+        let stop = |seconds| s.note("d", "p.wasm", &limits, "a trap", true, at(seconds));
         stop(0);
         let e = s.again("d", &limits, at(0)).unwrap_err();
         assert_eq!(e, Refusal::Pausing { left: Duration::from_secs(1), last: "a trap".into() });
@@ -226,13 +246,32 @@ mod tests {
         assert_eq!((standing[0].restarts, standing[0].quarantined, standing[0].name.as_str()), (2, true, "p.wasm"));
     }
 
+    /// Or a plugin that has others take all memory, and stops for want of it, would be started again without end.
+    #[test]
+    fn stops_that_it_is_not_blamed_for_have_pauses_and_no_quarantine() {
+        let (s, limits, start) = (Supervisor::default(), LIMITS(), Instant::now());
+        let mut now = start;
+        for nth in 0..20 {
+            s.note("d", "p.wasm", &limits, "no room", false, now);
+            let Err(Refusal::Pausing { left, .. }) = s.again("d", &limits, now) else { panic!("no pause") };
+            assert_eq!(left, Duration::from_secs(1 << nth.min(10)).min(MAX_RESTART_PAUSE), "{nth}");
+            now += left;
+            s.again("d", &limits, now).unwrap();
+        }
+        assert_eq!(s.stops("d"), (20, "no room".into()));
+        // A quiet window later the first pause is short again.
+        now += limits.restart_window + Duration::from_secs(1);
+        s.note("d", "p.wasm", &limits, "a trap", true, now);
+        assert!(matches!(s.again("d", &limits, now), Err(Refusal::Pausing { left, .. }) if left.as_secs() == 1));
+    }
+
     #[test]
     fn a_pause_has_a_longest_length() {
         let (s, start) = (Supervisor::default(), Instant::now());
         let limits = Limits { restarts: 100, ..LIMITS() };
         // The pause of the 6th stop would be longer; that of the 40th is more than a number holds.
         for stops in 1..=40 {
-            s.note("d", "p.wasm", &limits, "a trap", start);
+            s.note("d", "p.wasm", &limits, "a trap", true, start);
             let Err(Refusal::Pausing { left, .. }) = s.again("d", &limits, start) else { panic!("no pause") };
             let doubled = Duration::from_secs(1 << (stops - 1).min(10));
             assert_eq!(left, doubled.min(MAX_RESTART_PAUSE), "after {stops} stops");
@@ -244,7 +283,7 @@ mod tests {
         let (s, limits, start) = (Supervisor::default(), LIMITS(), Instant::now());
         for minute in 0..100 {
             let now = start + Duration::from_secs(61 * minute);
-            s.note("d", "p.wasm", &limits, "a trap", now);
+            s.note("d", "p.wasm", &limits, "a trap", true, now);
             s.again("d", &limits, now + Duration::from_secs(1)).unwrap();
         }
         assert!(!s.standing()[0].quarantined);

@@ -111,7 +111,7 @@ impl Candidate {
                 // A compilation is seconds of every core: it would never come to its end where it makes room.
                 let (source, loaded) = making_room(|| {
                     let source = forward::read(&inner.tenant, &path).map_err(|e| e.sentinel)?;
-                    let loaded = source.is_compiled().then(|| load(&source)).transpose()?;
+                    let loaded = source.compiled().map(|_in_use| load(&source)).transpose()?;
                     Ok((source, loaded))
                 })?;
                 (loaded.map_or_else(|| load(&source), Ok)?, Vec::new())
