@@ -244,7 +244,10 @@ impl Instance {
             true => self.late(entry, begun),
             false => self.stop_error(entry, unmade.why, Vec::new()),
         })?;
-        tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
+        // What a caller's deadline ends is started again however often: no budget bounds these.
+        if tenant.may_log() {
+            tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
+        }
         Ok(made)
     }
 
