@@ -48,8 +48,9 @@ pub struct Args {
     /// lie to one another (docs/sharing.md)
     #[arg(long)]
     take_turns: bool,
-    /// Programs of tenants may run as the service's own user: where a policy names that one in service.uids, or none. Such a
-    /// program can read and change all that the service has (docs/service.md)
+    /// Programs of tenants may run as the service's own user, where a policy names that one in service.uids, or none; and those
+    /// of two tenants as one user. Such a program can read and change all that the service, or the other tenant, has
+    /// (docs/service.md)
     #[arg(long)]
     allow_own_user: bool,
     /// Seconds that the end waits for tenants that have communicators

@@ -184,7 +184,9 @@ impl net::Host for HostState {
         let library = self.table.get(&library)?.0.clone();
         let tenant = self.tenant.clone();
         Ok(library.bind(&tenant).map_err(|why| {
-            tracing::info!("{}", line(&why));
+            if tenant.may_log() {
+                tracing::info!(tenant = %tenant.name, "{}", line(&why));
+            }
             self.fail(Status::FAILURE, why)
         }))
     }

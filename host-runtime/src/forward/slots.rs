@@ -83,8 +83,13 @@ pub(super) fn index<'a>(
 fn finish<T>(entry: &'static str, instance: &Instance, answer: (Answer<T>, Vec<String>)) -> Result<T, Error> {
     let (answer, causes) = answer;
     answer.map_err(|status| {
-        let tenant = instance.tenant_name().to_string();
-        tracing::error!(plugin = %instance.library().name, "failed {entry} request to NCCL");
+        let tenant = instance.tenant();
+        // A client of a service causes one with each request that fails.
+        if tenant.may_log() {
+            let plugin = &instance.library().name;
+            tracing::error!(tenant = %tenant.name, plugin = %plugin, "failed {entry} request to NCCL");
+        }
+        let tenant = tenant.name.clone();
         // An error of "success" is a contradiction; it must not look like one to the caller.
         let status = if status.eq_success() { Status::FAILURE } else { Status::from(&status) };
         Error::Entry { entry, plugin: instance.library().name.clone(), tenant, status, causes }

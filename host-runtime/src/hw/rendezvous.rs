@@ -4,7 +4,7 @@
 //! can be there first; a small thread answers each visitor with the 28 bytes and a proof, by the same key, that they are what
 //! was published. Only processes of the same user are served or believed, and of those only members of the group.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
@@ -17,6 +17,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::SocketAddrUnix;
 use sha2::Sha256;
 
+use super::sockets::Wait;
 use super::{Answer, Trap};
 use crate::bindings::neuron::hw::rendezvous::Host;
 use crate::key::GroupKey;
@@ -173,6 +174,25 @@ impl HostState {
         }
     }
 
+    /// Reads a whole answer by `until`, or to the abort: who has the name may say it byte by byte.
+    fn hear(&self, mut stream: &UnixStream, until: Instant) -> std::io::Result<[u8; ANSWER]> {
+        stream.set_nonblocking(true)?;
+        let (mut answer, mut got) = ([0; ANSWER], 0);
+        while got < ANSWER {
+            match stream.read(&mut answer[got..]) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(n) => got += n,
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::IN, until) {
+                    Wait::Ready => {}
+                    Wait::Late | Wait::Ended => return Err(ErrorKind::TimedOut.into()),
+                },
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(answer)
+    }
+
     fn do_lookup(&mut self, key: &[u8], name: &str, ms: u32) -> Answer<Vec<u8>> {
         self.may_meet()?;
         if key.len() > ID_BYTES || name.len() > ID_BYTES {
@@ -190,20 +210,17 @@ impl HostState {
             let left = wait.left().unwrap_or_default();
             // Without waiting: who has the name may have its backlog full and never accept.
             let asked = at.clone().and_then(|at| dial(&at, None, Instant::now())).map_err(std::io::Error::from);
-            let asked = asked.and_then(|mut s| {
+            let asked = asked.and_then(|s| {
                 if !same_user(&s) {
-                    return Err(std::io::ErrorKind::PermissionDenied.into());
+                    return Err(ErrorKind::PermissionDenied.into());
                 }
-                s.set_read_timeout(Some(left.clamp(PAUSE, PATIENCE)))?;
-                let mut answer = [0; ANSWER];
-                s.read_exact(&mut answer)?;
-                Ok(answer)
+                self.hear(&s, self.now() + left.clamp(PAUSE, PATIENCE))
             });
             match asked.map(|answer| name.proven(&answer)) {
                 Ok(Some(address)) => return Ok(address),
                 // It may give the name up.
                 Ok(None) => impostor = true,
-                Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => {
+                Err(e) if e.kind() == ErrorKind::PermissionDenied => {
                     return Err(
                         self.fail(Status::FAILURE, format!("`{name_of}` is published by another user's process"))
                     );
@@ -358,5 +375,45 @@ mod tests {
             }
             assert!(begun.elapsed() < Duration::from_secs(60), "{said}");
         }
+    }
+
+    /// Who has seen a name, takes it and says its answer byte by byte holds a look-up to its deadline and its abort, no longer.
+    #[test]
+    fn who_trickles_an_answer_is_left_in_time_or_with_the_abort() {
+        let mut s = instance(&tenant(1));
+        let seen = Name { group: s.key.unwrap(), key: b"key", name: "trickled" }.socket();
+        let squatter = UnixListener::bind_addr(&SocketAddr::from_abstract_name(seen).unwrap()).unwrap();
+        let (bytes, heard) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for visitor in squatter.incoming() {
+                let (mut visitor, bytes) = (visitor.unwrap(), bytes.clone());
+                // Half a minute in all: far more than a look-up has, with each byte soon after the one before.
+                std::thread::spawn(move || {
+                    for n in 1..=ANSWER {
+                        // A visitor has left, or the test has ended.
+                        if visitor.write_all(&[9]).is_err() || bytes.send(n).is_err() {
+                            return;
+                        }
+                        std::thread::sleep(Duration::from_millis(500));
+                    }
+                });
+            }
+        });
+        assert!(s.do_lookup(b"key", "trickled", 600).is_err());
+        let (in_time, told) = (said(&mut s), heard.try_iter().max().unwrap_or(0));
+        assert!(in_time.contains("nobody published `trickled` on this machine for 600 ms"), "{in_time}");
+        assert!(told < ANSWER, "{told} bytes of {ANSWER}");
+        let abort = s.abort.clone();
+        let aborts = std::thread::spawn(move || {
+            let first = heard.recv_timeout(Duration::from_secs(60));
+            abort.abort("the user has changed his mind");
+            first.map(|_| heard)
+        });
+        assert!(s.do_lookup(b"key", "trickled", u32::MAX).is_err());
+        let heard = aborts.join().unwrap().expect("somebody calls on the squatter");
+        let aborted = said(&mut s);
+        assert!(aborted.contains("looking `trickled` up was aborted: the user has changed his mind"), "{aborted}");
+        let told = heard.try_iter().max().unwrap_or(0);
+        assert!(told < ANSWER, "{told} bytes of {ANSWER}");
     }
 }

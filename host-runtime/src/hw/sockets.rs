@@ -96,7 +96,7 @@ pub(crate) enum Wait {
 
 impl HostState {
     /// Waits until `fd` is ready, the deadline, or the abort.
-    fn wait(&self, fd: impl AsFd, flags: PollFlags, deadline: Instant) -> Wait {
+    pub(super) fn wait(&self, fd: impl AsFd, flags: PollFlags, deadline: Instant) -> Wait {
         self.wait_any(&[fd.as_fd()], flags, deadline)
     }
 
@@ -385,7 +385,10 @@ impl HostState {
                 return self.socket_error(format!("connecting to {addr}"), &e, None);
             }
             if !told {
-                tracing::debug!("Connect to {addr} failed - retrying ({e})");
+                // A line that nobody hears costs nothing of the rate.
+                if tracing::enabled!(tracing::Level::DEBUG) && self.tenant.may_log() {
+                    tracing::debug!(tenant = %self.tenant.name, "Connect to {addr} failed - retrying ({e})");
+                }
                 told = true;
             }
             if e.kind() == ErrorKind::AddrNotAvailable {
@@ -617,7 +620,7 @@ impl HostState {
 }
 
 /// The kernel's buffers of a socket have this size from now on, and do not grow with what comes.
-fn bound_buffers(socket: impl AsFd) -> std::io::Result<()> {
+pub(crate) fn bound_buffers(socket: impl AsFd) -> std::io::Result<()> {
     use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
     set_socket_recv_buffer_size(&socket, SOCKET_BUFFER)?;
     Ok(set_socket_send_buffer_size(&socket, SOCKET_BUFFER)?)
@@ -659,7 +662,8 @@ fn spent(root: SocketAddr) -> String {
 fn unreachable_loopback(addr: &SocketAddr, e: &std::io::Error) -> Option<&'static str> {
     let unreachable =
         matches!(e.kind(), ErrorKind::NetworkUnreachable | ErrorKind::HostUnreachable | ErrorKind::AddrNotAvailable);
-    (unreachable && addr.ip().is_loopback()).then(|| loopback_down(&system::addresses())).flatten()
+    // Of interfaces that cannot be listed nothing is said.
+    (unreachable && addr.ip().is_loopback()).then(|| loopback_down(&system::addresses().ok()?)).flatten()
 }
 
 /// Listens on the address, with one of the ports where it says 0: the kernel's choice if all are granted, else the first free
@@ -764,7 +768,17 @@ fn limit(function: &str) -> u64 {
 impl Host for HostState {
     fn interfaces(&mut self) -> Trap<Vec<Netif>> {
         // Those that it may not listen on are of no use to it.
-        let there = system::addresses();
+        let there = match system::addresses() {
+            Ok(there) => there,
+            Err(e) => {
+                let (tenant, why) = (&self.tenant, format!("the interfaces of this machine cannot be listed: {e}"));
+                if tenant.may_log() {
+                    tracing::warn!(tenant = %tenant.name, "{why}");
+                }
+                self.note(why);
+                return Ok(Vec::new());
+            }
+        };
         if let Some(down) = loopback_down(&there) {
             self.note(down.into());
         }
@@ -1335,6 +1349,6 @@ mod tests {
 
     #[test]
     fn the_loopback_interface_is_listed() {
-        assert!(interfaces(system::addresses()).iter().any(|i| i.loopback && i.name == "lo"));
+        assert!(interfaces(system::addresses().unwrap()).iter().any(|i| i.loopback && i.name == "lo"));
     }
 }

@@ -53,12 +53,12 @@ pub(super) struct Address {
 }
 
 /// Addresses of the machine's interfaces.
-pub(super) fn addresses() -> Vec<Address> {
-    let found = if_addrs::get_if_addrs().unwrap_or_else(|e| {
-        tracing::warn!("the interfaces of this machine cannot be listed: {e}");
-        Vec::new()
-    });
-    found
+///
+/// # Errors
+/// The kernel's; who asks says it, within the rate of the tenant for whom.
+pub(super) fn addresses() -> std::io::Result<Vec<Address>> {
+    let found = if_addrs::get_if_addrs()?;
+    let all = found
         .into_iter()
         .map(|i| {
             let (ip, runs) = (i.ip(), i.is_oper_up());
@@ -66,7 +66,8 @@ pub(super) fn addresses() -> Vec<Address> {
             let scope = if scoped { i.index.unwrap_or(0) } else { 0 };
             Address { name: i.name, ip, scope, runs }
         })
-        .collect()
+        .collect();
+    Ok(all)
 }
 
 /// That loopback is down, with what to do, if it is by these addresses: in a network namespace that nobody has set up it has

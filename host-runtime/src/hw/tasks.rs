@@ -95,7 +95,12 @@ impl HostState {
             };
             type Params<'a> = (&'a str, &'a [u8], Option<Resource<ListenerObject>>);
             match instance.call::<Params<'_>, Result<(), NrtStatus>>("task-entry.run", &run, (&kind, &state, handle)) {
-                Ok((Ok(()), _)) => tracing::debug!(task = %kind, "task ended"),
+                Ok((Ok(()), _)) => {
+                    // A line that nobody hears costs nothing of the rate.
+                    if tracing::enabled!(tracing::Level::DEBUG) && tenant.may_log() {
+                        tracing::debug!(tenant = %tenant.name, task = %kind, "task ended");
+                    }
+                }
                 Ok((Err(s), causes)) => ended(&format!("{}: {}", Status::from(&s), causes.join("; "))),
                 Err(e) => ended(&e.to_string()),
             }

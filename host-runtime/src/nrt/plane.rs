@@ -260,8 +260,10 @@ impl Plane {
             // Whoever restores one has it; what that one keeps is as good.
             let Some(mut kept) = self.checkpoint.enter(&mut Wait::until(Instant::now())) else { return };
             *kept = Checkpoint::take((&*here.instance, here.handle), until).unwrap_or_else(|(why, without)| {
-                let (tenant, comm) = (&self.runtime.0.tenant.name, self.core.id);
-                tracing::warn!(tenant = %tenant, comm, "no plan is kept for a restart of the plugin: {why}");
+                let (tenant, comm) = (&self.runtime.0.tenant, self.core.id);
+                if tenant.may_log() {
+                    tracing::warn!(tenant = %tenant.name, comm, "no plan is kept for a restart of the plugin: {why}");
+                }
                 self.runtime.0.swaps.lost_checkpoint();
                 without
             });

@@ -60,8 +60,8 @@ pub struct ServeConfig {
     pub policies: PathBuf,
     /// Directory of sockets, `TENANT.sock`; made if absent.
     pub sockets: PathBuf,
-    /// Whether programs of tenants may run as the service's own user. Such a one can read and change everything that the
-    /// service has, the other tenants' memory too: the kernel does not tell the two apart.
+    /// Whether programs of tenants may run as the service's own user, and those of several tenants as one. Such a one can read and
+    /// change everything that the service, or the other tenant, has: the kernel does not tell the two apart.
     pub allow_own_user: bool,
     /// What is not in a policy: the modelled device, variables granted to plugins.
     pub base: RuntimeConfig,
@@ -327,6 +327,23 @@ fn apart(policy: &Policy) -> Result<(), Error> {
     )))
 }
 
+/// Refuses tenants that have a user in common: the kernel tells their programs apart by nothing else.
+fn strangers(policies: &[Arc<Policy>]) -> Result<(), Error> {
+    for (i, a) in policies.iter().enumerate() {
+        for b in &policies[i + 1..] {
+            if let Some(uid) = a.service.uids.intersection(&b.service.uids).next() {
+                let (a, b) = (&a.tenant, &b.tenant);
+                return Err(Error::Config(format!(
+                    "tenants {a} and {b} both name user {uid} in service.uids: programs of one user can trace one another and are \
+                     served as either tenant. Give each users of its own, or start the service with --allow-own-user \
+                     (ServeConfig::allow_own_user) if its tenants trust one another"
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Whether this process may open as many descriptors as all tenants together are granted; else the sentence that says so.
 /// docs/service.md says how many for what.
 fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
@@ -393,14 +410,16 @@ impl Server {
     /// Reads the policies, loads each tenant's plugin, opens the sockets.
     ///
     /// # Errors
-    /// [`Error::Config`] for a policy that cannot be used or that admits the service's own user without
-    /// [`ServeConfig::allow_own_user`], two tenants that may listen at one place, a directory that others can write or that another service serves;
+    /// [`Error::Config`] for a policy that cannot be used, for one that admits the service's own user and for two that admit one user
+    /// without [`ServeConfig::allow_own_user`], two tenants that may listen at one place, a directory that others can write or that
+    /// another service serves;
     /// [`Error::System`] for what the system refuses. A plugin that does not load fails the tenant's collectives only.
     pub fn start(config: &ServeConfig) -> Result<Server, Error> {
         let policies = policies(&config.policies)?;
         disjoint(&policies)?;
         if !config.allow_own_user {
             policies.iter().try_for_each(|p| apart(p))?;
+            strangers(&policies)?;
         }
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");

@@ -2,10 +2,13 @@
 //! process.
 
 use std::collections::BTreeMap;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
@@ -15,7 +18,7 @@ use host_runtime::{DataType, ReduceOp};
 use hw_bridge::shown::stands;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
 
-use crate::common::{bytes_of, free_port, plugin_file, values_of};
+use crate::common::{HANG, bytes_of, free_port, plugin_file, values_of};
 
 /// A folder of plugins, gone when dropped.
 struct Folder(PathBuf);
@@ -376,6 +379,76 @@ fn lines_about_tasks_are_tagged_and_within_the_rate() {
             // Of the plugins' lines and of the host's.
             assert!(told >= 2, "{lines:#?}");
         }
+    }
+}
+
+/// What an entry that fails logs is tagged, and within the rate, however often it is called.
+#[test]
+fn lines_about_entries_that_fail_are_tagged_and_within_the_rate() {
+    crate::keep_log();
+    let (set, at) = loopback(1);
+    let connect = format!("{set} (call $sockets.connect {at} (i32.const 0) (i32.const {REPLY}))");
+    let bytes = driver(|_| vec!["nop".into(), connect]).build().unwrap();
+    let times = 50;
+    for (tenant, rate) in [("fails-aloud", 1000), ("fails-mutely", 0)] {
+        let folder = Folder::new();
+        // Of this test alone, so that a line without the tenant is found.
+        let file = format!("{tenant}.wasm");
+        folder.put(&file, &bytes);
+        let more = format!("allow = [{{ file = \"{file}\" }}]\n[limits]\nlog-lines = {rate}");
+        let rt = open(folder.policy(tenant, &more), &file);
+        for _ in 0..times {
+            rt.unique_id(1).unwrap_err();
+        }
+        let dropped = refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        drop(rt);
+        let about = crate::logged(&[&format!("plugin={file}")]);
+        let tagged = crate::logged(&[&format!("tenant={tenant}"), "failed neuronGetUniqueId request"]);
+        match rate {
+            0 => assert_eq!((about.len(), dropped), (0, times), "{about:#?}"),
+            _ => assert_eq!((tagged.len() as u64, about.len() as u64, dropped), (times, times, 0), "{about:#?}"),
+        }
+    }
+}
+
+/// What strangers at an id's address have logged is within the rate of the tenant whose id it is.
+#[test]
+fn lines_about_strangers_are_tagged_and_within_the_rate() {
+    crate::keep_log();
+    let folder = Folder::new();
+    folder.put("nccom.wasm", zoo::built("nccom.wasm").unwrap());
+    let strangers = 20;
+    for (tenant, rate) in [("visited-aloud", 1000), ("visited-mutely", 0)] {
+        let network = "[network]\nlisten = [\"127.0.0.1:*\"]\nreach = [\"127.0.0.1:*\"]";
+        let more = format!("allow = [{{ file = \"nccom.wasm\" }}]\n[limits]\nlog-lines = {rate}\n{network}");
+        let rt = open(folder.policy(tenant, &more), "nccom.wasm");
+        let id = rt.unique_id(2).unwrap();
+        let root = SocketAddr::from(([127, 0, 0, 1], u16::from_be_bytes([id[2], id[3]])));
+        let dropped = || refusals(&rt).get("limits.log-lines").copied().unwrap_or(0);
+        let refused = || crate::logged(&[&format!("tenant={tenant}"), &format!("to {root} was refused")]);
+        // The plugin has lines of its own.
+        let before = dropped();
+        let mut visitors: Vec<TcpStream> = (0..strangers).map(|_| TcpStream::connect(root).unwrap()).collect();
+        for visitor in &mut visitors {
+            visitor.write_all(&[b'?'; 256]).unwrap();
+        }
+        for visitor in &mut visitors {
+            visitor.set_read_timeout(Some(HANG)).unwrap();
+            match visitor.read(&mut [0]) {
+                Ok(0) => {}
+                Err(e) if e.kind() == ErrorKind::ConnectionReset => {}
+                other => panic!("not sent away: {other:?}"),
+            }
+        }
+        let begun = Instant::now();
+        // Each was heard, and its line is logged or dropped now.
+        while dropped() - before + (refused().len() as u64) < strangers {
+            assert!(begun.elapsed() < HANG, "{} dropped: {:#?}", dropped() - before, refused());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let lines = crate::logged(&["was refused", &root.to_string()]);
+        let expected = if rate == 0 { (0, 0) } else { (strangers, strangers) };
+        assert_eq!((refused().len() as u64, lines.len() as u64), expected, "{lines:#?}");
     }
 }
 

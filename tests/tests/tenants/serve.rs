@@ -692,6 +692,24 @@ fn the_services_own_user_is_served_only_where_that_was_asked_for() {
     Server::start(&ServeConfig { allow_own_user: false, ..place.config() }).unwrap();
 }
 
+/// Two tenants of one user could be each other, and trace each other: that is asked for too.
+#[test]
+fn two_tenants_are_served_to_one_user_only_where_that_was_asked_for() {
+    let me = rustix::process::geteuid().as_raw();
+    let users = |of: &[u32]| format!("[service]\nuids = {of:?}\n");
+    let (red, blue) = (users(&[me + 1, me + 2]), users(&[me + 2, me + 3]));
+    let place = Place::new("one-user", &[("red", &[0], &red), ("blue", &[1], &blue)]);
+    let strict = ServeConfig { allow_own_user: false, ..place.config() };
+    let e = Server::start(&strict).map(|_| ()).unwrap_err().to_string();
+    let says = format!("tenants blue and red both name user {} in service.uids", me + 2);
+    assert!(e.contains(&says) && e.contains("--allow-own-user"), "{e}");
+    assert!(!place.socket("red").exists() && !place.socket("blue").exists());
+    drop(place.serve());
+    let blue = users(&[me + 3]);
+    let place = Place::new("one-user-each", &[("red", &[0], &red), ("blue", &[1], &blue)]);
+    Server::start(&ServeConfig { allow_own_user: false, ..place.config() }).unwrap();
+}
+
 /// An editor that has a policy open leaves a link to nowhere beside it, and copies of another state.
 #[test]
 fn what_editors_leave_beside_a_policy_keeps_no_service_from_starting() {

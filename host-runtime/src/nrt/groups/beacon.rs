@@ -51,7 +51,7 @@ use super::signature::SIGNATURE_BYTES;
 use super::verdict::{DOWN_BYTES, Messages, patience};
 use crate::error::Error;
 use crate::hw::own;
-use crate::hw::sockets::{bind, decode, encode};
+use crate::hw::sockets::{bind, bound_buffers, decode, encode};
 use crate::key::KEY_BYTES;
 use crate::limits::ADDRESS_BYTES;
 use crate::nrt::communicator::{Communicator, Rendezvous, bad};
@@ -185,6 +185,14 @@ fn system(what: &str) -> impl Fn(std::io::Error) -> Error + '_ {
     move |source| Error::System { what: format!("{what} (check ulimit -n)"), source }
 }
 
+/// Has it never wait, and its connections hold no more in the kernel than those of a bootstrap: between shrinks nobody takes
+/// them in.
+fn ready(listener: TcpListener) -> std::io::Result<TcpListener> {
+    listener.set_nonblocking(true)?;
+    bound_buffers(&listener)?;
+    Ok(listener)
+}
+
 impl Beacon {
     /// Opens this rank's and gathers all. Every rank of the group calls it, in its init.
     ///
@@ -201,8 +209,7 @@ impl Beacon {
             let asked = format!("asked for a meeting place of rank {rank} on {}", here.ip());
             return Err(refused("network.listen", asked, &network.listen));
         }
-        let listener = bind(here, &ports).map_err(system("opening the rank's meeting place"))?;
-        listener.set_nonblocking(true).map_err(system("opening the rank's meeting place"))?;
+        let listener = bind(here, &ports).and_then(ready).map_err(system("opening the rank's meeting place"))?;
         let mine = listener.local_addr().map_err(system("opening the rank's meeting place"))?;
         let all = comm.bootstrap_all_gather(&encode(&mine))?;
         let checked = |(r, b)| {
@@ -225,8 +232,7 @@ impl Beacon {
 
     /// One of a group whose ranks all have this address, a port of the loopback interface, without a communicator.
     pub(super) fn alone(secret: [u8; SECRET_BYTES], ranks: usize) -> std::io::Result<Beacon> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        listener.set_nonblocking(true)?;
+        let listener = TcpListener::bind("127.0.0.1:0").and_then(ready)?;
         let addresses = vec![listener.local_addr()?; ranks];
         let (strangers, arrived, watches, begun) = (Vec::new(), Vec::new(), Vec::new(), HashMap::new());
         let heard = HashSet::new();
@@ -496,6 +502,8 @@ fn closed(s: &TcpStream) -> bool {
 mod tests {
     use super::*;
 
+    use crate::limits::SOCKET_BUFFER;
+
     fn beacon(secret: [u8; SECRET_BYTES]) -> Beacon {
         Beacon::alone(secret, 2).unwrap()
     }
@@ -595,6 +603,23 @@ mod tests {
             b.accept_all();
         }
         drop(mute);
+    }
+
+    /// What waits in the kernel's queue, for as long as the communicator lives, is bounded.
+    #[test]
+    fn strangers_have_the_buffers_of_a_bootstrap() {
+        use rustix::net::sockopt::{socket_recv_buffer_size, socket_send_buffer_size};
+        let mut b = beacon([7; SECRET_BYTES]);
+        let _stranger = TcpStream::connect(b.address()).unwrap();
+        let begun = Instant::now();
+        while b.strangers.is_empty() {
+            b.accept_all();
+            assert!(begun.elapsed() < Duration::from_secs(60), "it was not taken in");
+        }
+        let of = &b.strangers[0].stream;
+        // The kernel's number is twice what was asked for.
+        let sizes = [socket_recv_buffer_size(of).unwrap(), socket_send_buffer_size(of).unwrap()];
+        assert_eq!(sizes, [2 * SOCKET_BUFFER; 2]);
     }
 
     #[test]
