@@ -10,12 +10,13 @@ mod directory;
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::Weak;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use hw_bridge::ballot::Ballot;
-use hw_bridge::credentials;
+use hw_bridge::credentials::{self, Credentials};
 use hw_bridge::shown::one_line;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
@@ -109,6 +110,11 @@ impl Control {
     /// # Errors
     /// [`Error::System`].
     pub(crate) fn start(runtime: &Runtime) -> Result<Option<Control>, Error> {
+        Control::start_in(&directory::places(), runtime)
+    }
+
+    /// The same, in the first of these places that can be had.
+    fn start_in(places: &[PathBuf], runtime: &Runtime) -> Result<Option<Control>, Error> {
         let tenant = &runtime.0.tenant.name;
         let without = |why: &str| {
             tracing::warn!(
@@ -118,7 +124,7 @@ impl Control {
             );
             Ok(None)
         };
-        let directory = match Directory::make(&directory::places()) {
+        let directory = match Directory::make(places) {
             Ok(directory) => directory,
             Err(why) => return without(&why),
         };
@@ -135,20 +141,20 @@ impl Control {
             }
             Err(e) => return Err(system("opening a control socket")(e)),
         };
-        let started = Control::serve(listener, runtime);
+        let started = Control::serve(listener, runtime, credentials::this_user);
         let (stop, thread) = started.inspect_err(|_| directory.remove(&name))?;
         Ok(Some(Control { directory, name, stop, thread: Some(thread) }))
     }
 
-    /// Starts the thread; answers the event that ends it too.
-    fn serve(listener: UnixListener, runtime: &Runtime) -> Result<(OwnedFd, JoinHandle<()>), Error> {
+    /// Starts the thread, which hears whom `heard` names; answers the event that ends it too.
+    fn serve(listener: UnixListener, runtime: &Runtime, heard: Heard) -> Result<(OwnedFd, JoinHandle<()>), Error> {
         listener.set_nonblocking(true).map_err(system("setting up a control socket"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| system("making a stop event")(e.into()))?;
         let (stopped, runtime) =
             (stop.try_clone().map_err(system("copying a stop event"))?, std::sync::Arc::downgrade(&runtime.0));
         let thread = std::thread::Builder::new()
             .name("wccl-control".into())
-            .spawn(move || serve(&listener, &stopped, &runtime))
+            .spawn(move || serve(&listener, &stopped, &runtime, heard))
             .map_err(system("starting the thread of a control socket"))?;
         Ok((stop, thread))
     }
@@ -172,6 +178,9 @@ impl Drop for Control {
         }
     }
 }
+
+/// Whether one is spoken with. [`credentials::this_user`], but in tests of users who are one.
+type Heard = fn(&Credentials) -> bool;
 
 /// One who has connected.
 struct Visitor {
@@ -220,7 +229,7 @@ impl Visitor {
 /// Hears all visitors side by side: a question is read when all of it is there, so one who says nothing, or half, holds nobody
 /// up. When there is no place left the oldest makes room that has asked nothing yet, else one that was answered long ago; else
 /// who comes is sent away.
-fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inner>) {
+fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inner>, heard: Heard) {
     // Who spoke last comes last.
     let mut visitors: Vec<Visitor> = Vec::new();
     loop {
@@ -264,7 +273,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
         visitors.extend(spoken);
         match listener.accept() {
             Ok((stream, _)) => {
-                if credentials::of_peer(&stream).is_ok_and(|c| credentials::this_user(&c)) {
+                if credentials::of_peer(&stream).is_ok_and(|c| heard(&c)) {
                     let full = visitors.len() >= MAX_VISITORS;
                     let asked_nothing = |v: &Visitor| v.answered.is_none();
                     let silent = |v: &Visitor| v.answered.is_some_and(|at| at.elapsed() >= SILENT);
@@ -360,6 +369,15 @@ pub fn find(tenant: &str) -> Result<(Vec<Found>, Vec<String>), Error> {
 /// # Errors
 /// [`MessageError`]: [`MessageError::Ended`] if nobody listens any more.
 pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(UnixStream, Answer), MessageError> {
+    ask_one(to, question, fds, credentials::this_user)
+}
+
+fn ask_one(
+    to: &Found,
+    question: &Question,
+    fds: &[BorrowedFd<'_>],
+    heard: Heard,
+) -> Result<(UnixStream, Answer), MessageError> {
     let stream = to.directory.dial(&to.name, Instant::now() + MESSAGE_PATIENCE).map_err(|e| match e {
         Errno::CONNREFUSED | Errno::NOENT => {
             to.directory.remove(&to.name);
@@ -368,7 +386,7 @@ pub fn ask(to: &Found, question: &Question, fds: &[BorrowedFd<'_>]) -> Result<(U
         e => MessageError::System(e.into()),
     })?;
     // Nothing is said to anybody else, the ballot least of all.
-    if !credentials::this_user(&credentials::of_peer(&stream)?) {
+    if !heard(&credentials::of_peer(&stream)?) {
         return Err(MessageError::Stranger);
     }
     let answer = ask_on(&stream, question, fds)?;
@@ -389,7 +407,9 @@ pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) 
 mod tests {
     use super::*;
     use crate::nrt::RuntimeConfig;
-    use std::io::Write;
+    use std::io::{Read, Write};
+    use std::os::unix::fs::PermissionsExt;
+    use std::sync::{Arc, Mutex};
 
     /// Ones that say nothing, or half a question, keep nobody out and hold nobody up: who asks waits for an answer no longer than
     /// one of them would be waited for.
@@ -398,7 +418,8 @@ mod tests {
         let at = std::env::temp_dir().join(format!("wccl-control-mute-{}.sock", std::process::id()));
         let _ = std::fs::remove_file(&at);
         let runtime = Runtime::open(RuntimeConfig::default()).unwrap();
-        let (stop, thread) = Control::serve(UnixListener::bind(&at).unwrap(), &runtime).unwrap();
+        let (stop, thread) =
+            Control::serve(UnixListener::bind(&at).unwrap(), &runtime, credentials::this_user).unwrap();
         let visitor = || UnixStream::connect(&at).unwrap();
         let status = |stream: &UnixStream| {
             let answer = ask_on(stream, &Question::Status, &[]);
@@ -423,5 +444,138 @@ mod tests {
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
         thread.join().unwrap();
         std::fs::remove_file(&at).unwrap();
+    }
+
+    /// Runs `f` as this user. Of its thread alone, which ends; the kernel keeps who one was that connected or began to listen.
+    fn as_user<R: Send>(uid: u32, f: impl FnOnce() -> R + Send) -> R {
+        std::thread::scope(|s| {
+            let runs = s.spawn(|| {
+                if uid != rustix::process::geteuid().as_raw() {
+                    let uid = rustix::process::Uid::from_raw(uid);
+                    rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+                }
+                f()
+            });
+            runs.join().unwrap()
+        })
+    }
+
+    /// Who is another one's stranger: the users of two sides, and how each knows its own. Only root can be two users; where
+    /// another one runs this its own processes are taken for the strangers.
+    fn strangers() -> (Vec<(u32, u32)>, Heard) {
+        match rustix::process::geteuid().as_raw() {
+            0 => (vec![(0, 65_533), (65_533, 0)], credentials::this_user),
+            me => (vec![(me, me)], |c| !credentials::this_user(c)),
+        }
+    }
+
+    /// What there is to read before the other side closes, which it may do with a question unread.
+    fn told(mut stream: &UnixStream) -> usize {
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        match stream.read(&mut [0]) {
+            Ok(n) => n,
+            Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => 0,
+            Err(e) => panic!("{e}"),
+        }
+    }
+
+    /// Root is one where another user's process listens.
+    #[test]
+    fn a_stranger_is_told_nothing_and_his_question_is_not_answered() {
+        let runtime = Runtime::open(RuntimeConfig::default()).unwrap();
+        let (sides, heard) = strangers();
+        for (i, (listens, visits)) in sides.into_iter().enumerate() {
+            let at = std::env::temp_dir().join(format!("wccl-control-strangers-{}-{i}.sock", std::process::id()));
+            let _ = std::fs::remove_file(&at);
+            let listener = UnixListener::bind(&at).unwrap();
+            std::fs::set_permissions(&at, std::fs::Permissions::from_mode(0o777)).unwrap();
+            let (stop, thread) = as_user(listens, || Control::serve(listener, &runtime, heard).unwrap());
+            let visit = |asks: bool| {
+                let visitor = UnixStream::connect(&at).unwrap();
+                if asks {
+                    // Whether it finds the connection closed already does not matter.
+                    let until = Instant::now() + MESSAGE_PATIENCE;
+                    let _ = message::send(&visitor, &Question::Status, &[], until);
+                }
+                told(&visitor)
+            };
+            assert_eq!(as_user(visits, || (visit(false), visit(true))), (0, 0), "{visits} visits {listens}");
+            rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
+            thread.join().unwrap();
+            std::fs::remove_file(&at).unwrap();
+        }
+    }
+
+    /// However it came to lie where this user's sockets do.
+    #[test]
+    fn a_stranger_who_listens_is_not_asked() {
+        let place = std::env::temp_dir().join(format!("wccl-control-listens-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&place);
+        std::fs::create_dir(&place).unwrap();
+        std::fs::set_permissions(&place, std::fs::Permissions::from_mode(0o777)).unwrap();
+        let (sides, heard) = strangers();
+        let outside = place.join("outside");
+        let listener = as_user(sides[0].1, || UnixListener::bind(&outside).unwrap());
+        let directory = Directory::make(&[place.join("wccl")]).unwrap();
+        let name = format!("red-{}-1", std::process::id());
+        std::fs::rename(&outside, place.join("wccl").join(&name)).unwrap();
+        let found = Found { directory, name, pid: std::process::id() };
+        let e = ask_one(&found, &Question::Status, &[], heard).unwrap_err();
+        assert!(matches!(e, MessageError::Stranger), "{e}");
+        assert_eq!(told(&listener.accept().unwrap().0), 0);
+        std::fs::remove_dir_all(&place).unwrap();
+    }
+
+    /// What is logged meanwhile.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<String>>);
+
+    impl tracing::Subscriber for Lines {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::Id {
+            tracing::Id::from_u64(1)
+        }
+
+        fn event(&self, e: &tracing::Event<'_>) {
+            let mut text = self.0.lock().unwrap();
+            e.record(&mut |field: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+                *text += &format!("{} {field}={value:?}\n", e.metadata().level());
+            });
+        }
+
+        fn record(&self, _: &tracing::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::Id, _: &tracing::Id) {}
+        fn enter(&self, _: &tracing::Id) {}
+        fn exit(&self, _: &tracing::Id) {}
+    }
+
+    /// One is needed for swaps alone.
+    #[test]
+    fn a_program_without_a_directory_runs_and_cannot_be_found() {
+        let taken = std::env::temp_dir().join(format!("wccl-control-taken-{}", std::process::id()));
+        std::fs::write(&taken, "").unwrap();
+        let runtime = Runtime::open(RuntimeConfig { control: false, ..RuntimeConfig::default() }).unwrap();
+        let places = [taken.clone(), taken.join("wccl")];
+        let lines = Lines::default();
+        let started = || Control::start_in(&places, &runtime).unwrap();
+        assert!(tracing::subscriber::with_default(lines.clone(), started).is_none());
+        let said = lines.0.lock().unwrap().clone();
+        let has = |words: &[&str]| words.iter().all(|w| said.contains(w));
+        assert!(
+            has(&["WARN", "there is no control socket", "does not find this process", "is not a directory"]),
+            "{said}"
+        );
+        assert_eq!(std::fs::metadata(&taken).unwrap().len(), 0);
+        runtime.unique_id(1).unwrap();
+        // In a place that can be had there would be one.
+        let place = taken.with_extension("free");
+        let control = Control::start_in(&[taken.clone(), place.clone()], &runtime).unwrap().unwrap();
+        assert_eq!(control.directory.sockets().unwrap(), [&*control.name]);
+        drop(control);
+        std::fs::remove_file(&taken).unwrap();
+        std::fs::remove_dir_all(&place).unwrap();
     }
 }

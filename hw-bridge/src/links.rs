@@ -35,7 +35,7 @@ use rustix::net::{
 
 use sha2::Sha256;
 
-use crate::credentials::{self, PeerPid};
+use crate::credentials::{self, Credentials, PeerPid};
 use crate::dial::dial;
 use crate::limits::{LINK_GRACE, LINK_HELLO, LINK_PLACES, MAX_GRANTS, REFUSALS_LOGGED};
 use crate::log_rate::LogRate;
@@ -237,11 +237,11 @@ pub struct LinkServer {
 impl LinkServer {
     /// Binds a random abstract name and starts the serving thread, which sleeps while nobody asks.
     pub fn start() -> Result<LinkServer, LinkError> {
-        LinkServer::hearing(LINK_HELLO)
+        LinkServer::hearing(LINK_HELLO, credentials::same_user)
     }
 
-    /// The same; a peer has `patience` to say what it wants.
-    fn hearing(patience: Duration) -> Result<LinkServer, LinkError> {
+    /// The same; a peer whom `heard` names has `patience` to say what it wants.
+    fn hearing(patience: Duration, heard: Heard) -> Result<LinkServer, LinkError> {
         crate::fork::mark_process();
         let mut random = [0u8; 12];
         fill_random(&mut random).map_err(sys("reading random bytes for a link name"))?;
@@ -257,7 +257,7 @@ impl LinkServer {
         let own = name.clone();
         let thread = std::thread::Builder::new()
             .name("wccl-links".into())
-            .spawn(move || serve(&listener, &stop_copy, &own, &for_thread, patience))
+            .spawn(move || serve(&listener, &stop_copy, &own, &for_thread, (patience, heard)))
             .map_err(sys("starting the link server's thread"))?;
         Ok(LinkServer { name, grants, stop, thread: Some(thread) })
     }
@@ -326,6 +326,9 @@ fn hex(b: u8) -> [u8; 2] {
     [digit(b >> 4), digit(b & 15)]
 }
 
+/// Whether one is spoken with. [`credentials::same_user`], but in tests of users who are one.
+type Heard = fn(&Credentials) -> bool;
+
 /// One who has connected and not said all yet. Its stream does not block.
 struct Visitor {
     stream: UnixStream,
@@ -336,9 +339,9 @@ struct Visitor {
 
 impl Visitor {
     /// Who may speak.
-    fn admit(stream: UnixStream) -> Result<Visitor, LinkError> {
+    fn admit(stream: UnixStream, heard: Heard) -> Result<Visitor, LinkError> {
         let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
-        if !credentials::same_user(&cred) {
+        if !heard(&cred) {
             return Err(LinkError::Refused("it is another user's process".into()));
         }
         stream.set_nonblocking(true).map_err(sys("setting up a link"))?;
@@ -362,7 +365,7 @@ impl Visitor {
 
 /// Hears all who come side by side, so that one who says nothing costs the others nothing. In a full house the oldest makes
 /// room, once it has had the time that a hello takes which is on its way; those that find no place wait in the kernel's queue.
-fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants, hello: Duration) {
+fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants, (hello, heard): (Duration, Heard)) {
     use rustix::event::{PollFd, PollFlags, poll};
     let refused = LogRate::default();
     let more = |n| tracing::warn!("{n} more links were not made");
@@ -407,7 +410,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, name: &[u8], grants: &Grants, 
             continue;
         }
         match listener.accept() {
-            Ok((stream, _)) => match Visitor::admit(stream) {
+            Ok((stream, _)) => match Visitor::admit(stream, heard) {
                 Ok(v) => {
                     if visitors.len() >= LINK_PLACES {
                         visitors.remove(0);
@@ -555,6 +558,16 @@ pub fn connect(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: 
 /// # Errors
 /// As [`connect`].
 pub fn request(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: Instant) -> Result<Granted, LinkError> {
+    request_of(ipc, edge, stop, deadline, credentials::same_user)
+}
+
+fn request_of(
+    ipc: &[u8],
+    edge: &Edge,
+    stop: Option<BorrowedFd<'_>>,
+    deadline: Instant,
+    heard: Heard,
+) -> Result<Granted, LinkError> {
     let begun = Instant::now();
     let hello = edge.hello(ipc)?;
     let (number, name) = read_record(ipc)?;
@@ -565,7 +578,7 @@ pub fn request(ipc: &[u8], edge: &Edge, stop: Option<BorrowedFd<'_>>, deadline: 
         e => LinkError::Gone(e.into()),
     })?;
     let cred = credentials::of_peer(&stream).map_err(sys("asking who the peer is"))?;
-    if !credentials::same_user(&cred) {
+    if !heard(&cred) {
         return Err(LinkError::Refused("the owner is another user's process".into()));
     }
     // Before it answers, after which it hangs up: until then the connection tells that it lives.
@@ -837,7 +850,7 @@ mod tests {
     #[test]
     fn peers_that_say_nothing_hold_nobody_up() {
         // Who waits for one of them waits for ever.
-        let server = LinkServer::hearing(Duration::from_secs(3600)).unwrap();
+        let server = LinkServer::hearing(Duration::from_secs(3600), credentials::same_user).unwrap();
         let ipc = server.grant(grant(0)).unwrap();
         let addr = SocketAddr::from_abstract_name(&server.name).unwrap();
         let visitor = || UnixStream::connect_addr(&addr).unwrap();
@@ -851,9 +864,52 @@ mod tests {
 
     #[test]
     fn a_peer_that_does_not_say_in_time_what_it_wants_is_let_go() {
-        let server = LinkServer::hearing(Duration::from_millis(20)).unwrap();
+        let server = LinkServer::hearing(Duration::from_millis(20), credentials::same_user).unwrap();
         let mut mute = UnixStream::connect_addr(&SocketAddr::from_abstract_name(&server.name).unwrap()).unwrap();
         mute.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         assert_eq!(mute.read(&mut [0]).unwrap(), 0);
+    }
+
+    /// Nobody of another user is granted anything, whatever he knows, or hears who asks. Only root can be two users; where another
+    /// one runs this its own processes are taken for the strangers.
+    #[test]
+    fn another_user_is_neither_served_nor_asked() {
+        use rustix::process::{Uid, geteuid};
+        let root = geteuid().is_root();
+        let heard: Heard = if root { credentials::same_user } else { |c| !credentials::same_user(c) };
+        let told = |mut stream: &UnixStream| {
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            match stream.read(&mut [0]) {
+                Ok(n) => n,
+                // With what was said unread.
+                Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => 0,
+                Err(e) => panic!("{e}"),
+            }
+        };
+        let server = LinkServer::hearing(LINK_HELLO, heard).unwrap();
+        let ipc = server.grant(grant(7)).unwrap();
+        let name = format!("wccl-{:024x}", u64::from(std::process::id()) | 2 << 40);
+        let listener = std::thread::scope(|s| {
+            let stranger = s.spawn(|| {
+                if root {
+                    let uid = Uid::from_raw(65_533);
+                    // Of this thread, which ends; the kernel keeps who it was when it connected, or began to listen.
+                    rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+                }
+                let at = |name: &[u8]| SocketAddr::from_abstract_name(name).unwrap();
+                let mut asks = UnixStream::connect_addr(&at(&server.name)).unwrap();
+                // Whether it finds the connection closed already does not matter.
+                let _ = asks.write_all(&edge(7).hello(&ipc).unwrap());
+                assert_eq!(told(&asks), 0);
+                UnixListener::bind_addr(&at(name.as_bytes())).unwrap()
+            });
+            stranger.join().unwrap()
+        });
+        let mut theirs = [0u8; IPC_BYTES];
+        theirs[32] = name.len() as u8;
+        theirs[33..33 + name.len()].copy_from_slice(name.as_bytes());
+        let e = request_of(&theirs, &edge(7), None, soon(), heard).unwrap_err().to_string();
+        assert!(e.contains("the owner is another user's process"), "{e}");
+        assert_eq!(told(&listener.accept().unwrap().0), 0);
     }
 }

@@ -54,11 +54,15 @@ fn looked_at(what: &str, cause: &str, call: &'static str) -> Animal {
     animal(format!("only looked at: {what}"), sentence, move |cage| {
         let mut p = Plugin::lone_rank()?;
         let dump = p.text("NCCL_TOPO_DUMP_FILE");
-        let call = call.replace("{dump}", &dump.to_string());
+        let (topo, name) = (p.text("NCCL_TOPO_FILE"), p.text("localhost"));
+        let call = [("{dump}", dump), ("{topo}", topo), ("{name}", name)]
+            .iter()
+            .fold(call.to_string(), |call, (word, text)| call.replace(word, &text.to_string()));
         p.body("neuron-get-version-info", format!("{call} unreachable"));
         let path = cage.path("dump.xml");
         let mut c = RuntimeConfig { examine: true, ..cage.config(&p)? };
         c.vars.insert("NCCL_TOPO_DUMP_FILE".into(), path.display().to_string());
+        c.vars.insert("NCCL_TOPO_FILE".into(), cage.put("topology.xml", b"<system/>")?.display().to_string());
         let runtime = Runtime::open(c)?;
         anyhow::ensure!(!path.exists(), "it has written a file");
         Ok(runtime.load_error().ok_or_else(|| anyhow::anyhow!("it loaded"))?.sentinel)
@@ -170,6 +174,16 @@ pub fn group() -> Group {
             "it writes the file that a variable names",
             "tenant hostile asked to write the file named by NCCL_TOPO_DUMP_FILE; files.read grants nothing",
             "(call $files.write {dump} (i32.const 4096) (i32.const 1) (i32.const 2176))",
+        ),
+        looked_at(
+            "it reads the file that a variable names",
+            "tenant hostile asked to read the file named by NCCL_TOPO_FILE; files.read grants nothing",
+            "(call $files.read {topo} (i32.const 2176))",
+        ),
+        looked_at(
+            "it has a name resolved",
+            "tenant hostile asked to look up host name localhost; network.reach grants nothing",
+            "(call $sockets.resolve {name} (i32.const 80) (i32.const 5000) (i32.const 2176))",
         ),
         looked_at(
             "it publishes a name",

@@ -416,4 +416,44 @@ mod tests {
         let told = heard.try_iter().max().unwrap_or(0);
         assert!(told < ANSWER, "{told} bytes of {ANSWER}");
     }
+
+    /// Nobody of another user reads an address, and whom another user answers is led nowhere.
+    #[test]
+    fn another_user_is_neither_served_nor_believed() {
+        use rustix::process::{Uid, geteuid};
+        let mut s = instance(&tenant(4));
+        let name = |name| Name { group: group(0), key: b"key", name };
+        let at = |name: &str| SocketAddr::from_abstract_name(name).unwrap();
+        s.do_publish(b"key", "published", &[1; ADDRESS_BYTES]).unwrap();
+        let visit = || {
+            let mut visitor = UnixStream::connect_addr(&at(&name("published").socket())).unwrap();
+            visitor.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            let mut heard = Vec::new();
+            visitor.read_to_end(&mut heard).unwrap();
+            (heard, visitor)
+        };
+        let (heard, visitor) = visit();
+        assert!(name("published").proven(heard.as_slice().try_into().unwrap()).is_some());
+        if !geteuid().is_root() {
+            // Only root can be somebody else; what both sides ask is asked about one who would be.
+            let mine = credentials::of_peer(&visitor).unwrap();
+            assert!(same_user(&visitor));
+            assert!(!credentials::same_user(&credentials::Credentials { uid: mine.uid + 1, ..mine }));
+            return;
+        }
+        let squatter = std::thread::scope(|s| {
+            let stranger = s.spawn(|| {
+                let uid = Uid::from_raw(65_533);
+                // Of this thread, which ends; the kernel keeps who it was when it connected, or began to listen.
+                rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+                assert_eq!(visit().0, []);
+                UnixListener::bind_addr(&at(&name("squatted").socket())).unwrap()
+            });
+            stranger.join().unwrap()
+        });
+        assert!(s.do_lookup(b"key", "squatted", 60_000).is_err());
+        let said = said(&mut s);
+        assert!(said.contains("`squatted` is published by another user's process"), "{said}");
+        drop(squatter);
+    }
 }

@@ -891,7 +891,7 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::bindings::neuron::hw::objects::HostCommunicator;
-    use crate::limits::{GATE_PLACES, Limits};
+    use crate::limits::{GATE_PLACES, Limits, TENANT_GATE_PLACES};
     use crate::tenant::{limited, networked};
 
     /// An instance's state, with a communicator and a limit of sockets.
@@ -1350,5 +1350,35 @@ mod tests {
     #[test]
     fn the_loopback_interface_is_listed() {
         assert!(interfaces(system::addresses().unwrap()).iter().any(|i| i.loopback && i.name == "lo"));
+    }
+
+    /// Strangers at one listener of a tenant take places from those at another, of another instance too: all together are bounded.
+    #[test]
+    fn strangers_are_counted_for_the_tenant_at_all_its_listeners() {
+        let (mut one, mut other) = (member(1), member(1));
+        other.tenant = one.tenant.clone();
+        let ((l, at), (m, there)) = (listener(&mut one), listener(&mut other));
+        let (gates, free) = (&one.tenant.clone().gates, 3);
+        let _elsewhere: Vec<Counted> = (free..TENANT_GATE_PLACES).map(|_| gates.count()).collect();
+        // More than the places that are left, and fewer than one gate has.
+        let mute = |at| (0..GATE_PLACES / 2).map(|_| TcpStream::connect(at).unwrap()).collect::<Vec<_>>();
+        let _mute = (mute(at), mute(there));
+        let begun = Instant::now();
+        // The oldest makes room for the next one: between the two a place may be free.
+        let fill = |s: &mut HostState, l: &Resource<ListenerObject>| loop {
+            assert!(s.do_accept(l, 20).unwrap().is_err());
+            if gates.alive() >= TENANT_GATE_PLACES {
+                break;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "{} places are taken", gates.alive());
+        };
+        fill(&mut one, &l);
+        // One is let in, to the place that each listener has.
+        assert!(other.do_accept(&m, 20).unwrap().is_err());
+        assert_eq!(gates.alive(), TENANT_GATE_PLACES);
+        one.release();
+        assert_eq!(gates.alive(), TENANT_GATE_PLACES - free, "the other one has taken a place that was not left");
+        fill(&mut other, &m);
+        assert_eq!(gates.alive(), TENANT_GATE_PLACES);
     }
 }

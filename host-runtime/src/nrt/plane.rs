@@ -442,7 +442,8 @@ fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>
         let order: Vec<usize> = ring.user_ranks.iter().filter_map(|r| usize::try_from(*r).ok()).collect();
         let mut sorted = order.clone();
         sorted.sort_unstable();
-        if sorted != (0..n).collect::<Vec<_>>() {
+        // What is no rank at all is in neither.
+        if order.len() != ring.user_ranks.len() || sorted != (0..n).collect::<Vec<_>>() {
             return Err(wrong(i, format!("{:?} is not every rank of {n} once", ring.user_ranks)));
         }
         if order[0] != rank {
@@ -604,5 +605,59 @@ mod tests {
         let joining = group_of_one(&runtime);
         let _made = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
         assert_eq!(Swaps::status(&runtime).ranks, [(0, 1)]);
+    }
+
+    /// What a plugin plans is an allegation: a ring that no walk round all ranks goes by is refused before anything is moved.
+    #[test]
+    fn a_plan_that_is_no_ring_of_all_ranks_is_refused() {
+        use crate::bindings::exports::neuron::nccom::collectives::RingInfo;
+        let planned = |prev: i32, next: i32, user_ranks: &[i32]| {
+            let ring = RingInfo { prev, next, user_ranks: user_ranks.to_vec(), duplicate: false };
+            check_rings(&info_with(vec![ring]), 1, 4)
+        };
+        assert_eq!(planned(3, 2, &[1, 2, 0, 3]).unwrap(), [[0, 3, 1, 2]]);
+        let not_each_once = "is not every rank of 4 once";
+        let wrong_neighbours = "do not fit [1, 2, 0, 3]";
+        for (what, ring, says) in [
+            ("a rank twice", planned(3, 2, &[1, 2, 2, 3]), not_each_once),
+            ("one rank twice beside all others", planned(3, 2, &[1, 2, 0, 2, 3]), not_each_once),
+            ("one missing", planned(3, 2, &[1, 2, 3]), not_each_once),
+            ("no rank at all", planned(1, 1, &[]), not_each_once),
+            ("a rank that is none", planned(4, 2, &[1, 2, 0, 4]), not_each_once),
+            ("a negative one beside all others", planned(3, 2, &[1, 2, -1, 0, 3]), not_each_once),
+            ("another rank first", planned(0, 1, &[2, 1, 3, 0]), "does not begin with this rank"),
+            ("another one before", planned(0, 2, &[1, 2, 0, 3]), wrong_neighbours),
+            ("another one after", planned(3, 0, &[1, 2, 0, 3]), wrong_neighbours),
+        ] {
+            let e = ring.expect_err(what).to_string();
+            assert!(e.contains("planned ring 0 of rank 1 wrongly") && e.contains(says), "{what}: {e}");
+        }
+        // A good one before does not help a bad one.
+        let good = RingInfo { prev: 0, next: 0, user_ranks: vec![0], duplicate: false };
+        let bad = RingInfo { prev: 1, ..good.clone() };
+        let e = check_rings(&info_with(vec![good, bad]), 0, 1).unwrap_err().to_string();
+        assert!(e.contains("planned ring 1 of rank 0 wrongly"), "{e}");
+    }
+
+    fn info_with(rings: Vec<crate::bindings::exports::neuron::nccom::collectives::RingInfo>) -> CommInfo {
+        CommInfo {
+            cluster_id: 0,
+            epoch: 0,
+            neuron_dev: 0,
+            rank: 0,
+            rank_n: 0,
+            local_rank_n: 0,
+            node: 0,
+            node_n: 0,
+            enable_pod: false,
+            pod: 0,
+            pod_n: 0,
+            pod_node: 0,
+            pod_node_n: 0,
+            peers: Vec::new(),
+            rings,
+            kangaring_paths: Vec::new(),
+            mla_cycles: Vec::new(),
+        }
     }
 }

@@ -487,4 +487,60 @@ mod tests {
         }
         assert!(usual == changed, "other code");
     }
+
+    /// Code of another user is none, and what others may put there neither. Root gives directory and entry away for it; to
+    /// everybody else root's are another's.
+    #[test]
+    fn what_another_user_owns_is_not_used() {
+        let at = std::env::temp_dir().join(format!("wccl-cache-owner-{}", std::process::id()));
+        let (engine, dir) = (Engine::default(), open(&at).unwrap());
+        store(&Component::new(&engine, b"\0asm\x0d\0\x01\0").unwrap(), &dir, "x").unwrap();
+        assert!(load(&engine, &dir, "x").is_some());
+        let entry = at.join("x.cwasm");
+        let gives_away = |path: &Path| std::os::unix::fs::chown(path, Some(65_534), None).is_ok();
+        let anothers = if gives_away(&entry) {
+            assert!(load(&engine, &dir, "x").is_none(), "an entry");
+            assert!(gives_away(&at));
+            at.clone()
+        } else {
+            // Nobody but root can have an entry of root's here; the check of both is one, and it is asked about one of root's.
+            let root = Dir::open_ambient_dir("/", ambient_authority()).unwrap();
+            assert!(!ours(&root.open("etc/passwd").unwrap().metadata().unwrap()));
+            PathBuf::from("/")
+        };
+        assert!(open(&anothers).unwrap_err().contains("not ours alone"));
+        std::fs::remove_dir_all(&at).unwrap();
+    }
+
+    /// What was compiled with other settings is another entry, so that code without the checks of this engine is not loaded.
+    #[test]
+    fn an_entry_is_bound_to_the_settings_of_the_engine() {
+        let with = |set: fn(&mut wasmtime::Config)| {
+            let mut config = wasmtime::Config::new();
+            set(&mut config);
+            Engine::new(&config).unwrap()
+        };
+        let usual = with(|_| {});
+        assert_eq!(key(&usual, "digest"), key(&with(|_| {}), "digest"));
+        assert_ne!(key(&usual, "digest"), key(&usual, "other"));
+        // Without what ends guests, and with other bounds.
+        let others = [
+            with(|c| {
+                c.epoch_interruption(true);
+            }),
+            with(|c| {
+                c.memory_guard_size(64 << 10);
+            }),
+        ];
+        let at = std::env::temp_dir().join(format!("wccl-cache-settings-{}", std::process::id()));
+        let dir = open(&at).unwrap();
+        let empty_component = b"\0asm\x0d\0\x01\0";
+        for (i, other) in others.iter().enumerate() {
+            assert_ne!(key(&usual, "digest"), key(other, "digest"), "{i}");
+            // Under this engine's own name it would not be loaded either.
+            store(&Component::new(other, empty_component).unwrap(), &dir, "x").unwrap();
+            assert!(load(other, &dir, "x").is_some() && load(&usual, &dir, "x").is_none(), "{i}");
+        }
+        std::fs::remove_dir_all(&at).unwrap();
+    }
 }

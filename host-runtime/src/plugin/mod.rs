@@ -643,4 +643,39 @@ mod tests {
         tenant.memory.fetch_sub(others, Ordering::Relaxed);
         call_as(&i, "entry", "grow").unwrap();
     }
+
+    /// Nor is what a swap ends, which has no time for it; a trap of the plugin's own is counted, though a swap wanted it ended.
+    #[test]
+    fn a_stop_for_a_swap_is_not_counted_and_a_trap_after_it_is() {
+        let stops = |tenant: &Tenant| tenant.supervisor.stops("").0;
+        for name in ["spin", "chat"] {
+            let limits = Limits { call: Duration::from_secs(60), wall: Duration::from_secs(60), ..Limits::default() };
+            let (i, tenant) = instance(limits, || {});
+            std::thread::scope(|s| {
+                let calls = s.spawn(|| call(&i, name));
+                // Nobody is inside yet.
+                while i.end_call("ended for a swap").is_none() {
+                    assert!(!calls.is_finished(), "{name}");
+                    std::thread::yield_now();
+                }
+                let e = calls.join().unwrap().unwrap_err().to_string();
+                assert!(e.contains("ended for a swap"), "{name}: {e}");
+            });
+            assert_eq!((stops(&tenant), tenant.counters.traps()), (0, 1), "{name}");
+        }
+        // Where a tick comes between the two the swap has ended it: another one is tried.
+        let begun = Instant::now();
+        loop {
+            let (i, tenant) = instance(Limits::default(), || {});
+            i.peek(|s| s.unwanted.set("ended for a swap".into())).unwrap();
+            let e = call(&i, "trap").unwrap_err().to_string();
+            let trapped = e.contains("unreachable");
+            assert!(trapped || e.contains("ended for a swap"), "{e}");
+            assert_eq!((stops(&tenant), tenant.counters.traps()), (u64::from(trapped), 1), "{e}");
+            if trapped {
+                break;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "{e}");
+        }
+    }
 }

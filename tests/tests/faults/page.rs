@@ -1,4 +1,4 @@
-//! docs/faults.md names a test for each row; each must exist.
+//! docs/faults.md names a test for each row, and docs/threat-model.md for each of its claims; each must exist.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -39,13 +39,15 @@ fn tests() -> HashSet<String> {
     names
 }
 
-#[test]
-fn every_test_named_in_the_page_exists() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("docs/faults.md");
-    let text = std::fs::read_to_string(page).unwrap();
+/// Looks at the rows of a page, or of what follows `after` in it: how many there are, each of which names tests that exist.
+fn rows(page: &str, after: &str, headings: &[&str]) -> usize {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("docs").join(page);
+    let text = std::fs::read_to_string(path).unwrap();
+    let text = text.split_once(after).unwrap_or_else(|| panic!("`{after}` is not in {page}")).1;
     let known = tests();
     let mut rows = 0;
-    for row in text.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| symptom") && !l.starts_with("| text")) {
+    let is_row = |l: &&str| l.starts_with("| ") && !headings.iter().any(|h| l.starts_with(&format!("| {h}")));
+    for row in text.lines().filter(is_row) {
         let last = row.trim_end_matches('|').rsplit('|').next().unwrap();
         let named: Vec<&str> = last.split('`').skip(1).step_by(2).collect();
         assert!(!named.is_empty(), "no test is named in: {row}");
@@ -54,5 +56,17 @@ fn every_test_named_in_the_page_exists() {
         }
         rows += 1;
     }
+    rows
+}
+
+#[test]
+fn every_test_named_in_the_page_exists() {
+    let rows = rows("faults.md", "", &["symptom", "text"]);
     assert!(rows > 30, "only {rows} rows were found");
+}
+
+#[test]
+fn every_test_named_in_the_threat_model_exists() {
+    let rows = rows("threat-model.md", "\n## What shows it\n", &["claim |"]);
+    assert!(rows > 25, "only {rows} rows were found");
 }

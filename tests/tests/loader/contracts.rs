@@ -454,34 +454,38 @@ fn unstamped(r: &Resolve) -> Vec<String> {
     all
 }
 
-/// Whether a byte list is anywhere inside a type.
-fn has_bytes(r: &Resolve, ty: &Type) -> bool {
+/// Whether a list of what `of` names is anywhere inside a type.
+fn has_list(r: &Resolve, ty: &Type, of: fn(&Type) -> bool) -> bool {
     let Type::Id(id) = ty else { return false };
-    let any = |t: &Option<Type>| t.as_ref().is_some_and(|t| has_bytes(r, t));
+    let any = |t: &Option<Type>| t.as_ref().is_some_and(|t| has_list(r, t, of));
     match &r.types[*id].kind {
-        TypeDefKind::List(Type::U8) => true,
-        TypeDefKind::Type(t) | TypeDefKind::Option(t) | TypeDefKind::List(t) => has_bytes(r, t),
-        TypeDefKind::Record(t) => t.fields.iter().any(|f| has_bytes(r, &f.ty)),
-        TypeDefKind::Tuple(t) => t.types.iter().any(|t| has_bytes(r, t)),
+        TypeDefKind::List(t) | TypeDefKind::FixedLengthList(t, _) if of(t) => true,
+        TypeDefKind::Type(t) | TypeDefKind::Option(t) | TypeDefKind::List(t) => has_list(r, t, of),
+        TypeDefKind::Record(t) => t.fields.iter().any(|f| has_list(r, &f.ty, of)),
+        TypeDefKind::Tuple(t) => t.types.iter().any(|t| has_list(r, t, of)),
         TypeDefKind::Variant(t) => t.cases.iter().any(|c| any(&c.ty)),
         TypeDefKind::Result(t) => any(&t.ok) || any(&t.err),
-        TypeDefKind::FixedLengthList(Type::U8, _) => true,
-        TypeDefKind::FixedLengthList(t, _) => has_bytes(r, t),
+        TypeDefKind::FixedLengthList(t, _) => has_list(r, t, of),
         _ => false,
     }
 }
 
-/// Functions with a byte list, by (interface, function).
-fn byte_functions(r: &Resolve) -> Vec<(String, String)> {
+/// Functions with such a list, by (interface, function).
+fn list_functions(r: &Resolve, of: fn(&Type) -> bool) -> Vec<(String, String)> {
     let mut all = Vec::new();
     for (id, i) in r.interfaces.iter() {
         for (name, f) in &i.functions {
-            if f.params.iter().map(|p| &p.ty).chain(&f.result).any(|t| has_bytes(r, t)) {
+            if f.params.iter().map(|p| &p.ty).chain(&f.result).any(|t| has_list(r, t, of)) {
                 all.push((label(r, id), name.clone()));
             }
         }
     }
     all
+}
+
+/// Functions with a byte list.
+fn byte_functions(r: &Resolve) -> Vec<(String, String)> {
+    list_functions(r, |t| *t == Type::U8)
 }
 
 /// What is wrong between the contracts' byte lists and the host's table of limits.
@@ -930,4 +934,77 @@ fn a_change_of_a_released_package_is_seen() {
     assert_eq!(drift(&old, &free), Vec::<String>::new());
     let free = edited_contract("hw.wit", "  get-u64: func() -> u64;", "  get-u64: func() -> s64;");
     assert_eq!(drift(&old, &free), Vec::<String>::new());
+}
+
+/// What each function that carries numbers in bulk carries. None of it is a tensor's content: that is neither here nor behind a
+/// resource, since those that stand for memory have no function. A new row is to say the same of its own.
+const IN_BULK: &[(&str, &str)] = &[
+    ("neuron:nrt/nec.nec-get-device-count", "numbers of devices"),
+    ("neuron:nrt/nec.nec-build-port-and-rid-map", "numbers of devices"),
+    ("neuron:hw/links.offer", "the connect record of a link, which names memory"),
+    ("neuron:hw/links.connect", "the connect record of a link, which names memory"),
+    ("neuron:hw/sockets.interfaces", "addresses"),
+    ("neuron:hw/sockets.resolve", "addresses"),
+    ("neuron:hw/sockets.listen", "an address"),
+    ("neuron:hw/sockets.local-address", "an address"),
+    ("neuron:hw/sockets.accept", "an address"),
+    ("neuron:hw/sockets.connect", "an address"),
+    ("neuron:hw/sockets.send", "what plugins say to one another"),
+    ("neuron:hw/sockets.recv", "what plugins say to one another"),
+    ("neuron:hw/rendezvous.publish", "a key and an address"),
+    ("neuron:hw/rendezvous.lookup", "a key and an address"),
+    ("neuron:hw/tasks.spawn", "the plugin's own state"),
+    ("neuron:hw/task-entry.run", "the plugin's own state"),
+    ("neuron:hw/proxy.start", "records of a proxy: ids of objects, addresses"),
+    ("neuron:hw/affinity.get", "a mask of CPUs"),
+    ("neuron:hw/affinity.set", "a mask of CPUs"),
+    ("neuron:hw/affinity.local", "a mask of CPUs"),
+    ("neuron:hw/files.read", "a file of the program's"),
+    ("neuron:hw/files.write", "a file of the program's"),
+    ("neuron:nccom/collectives.neuron-get-version-info", "a hash of sources"),
+    ("neuron:nccom/collectives.neuron-get-unique-id", "an id"),
+    ("neuron:nccom/collectives.neuron-init-comm", "an id"),
+    ("neuron:nccom/collectives.neuron-get-comm-info", "ranks in their order"),
+    ("neuron:nccom/collectives.neuron-bootstrap-send", "what hosts say to one another through their plugins"),
+    ("neuron:nccom/collectives.neuron-bootstrap-recv", "what hosts say to one another through their plugins"),
+    ("neuron:nccom/collectives.neuron-bootstrap-all-gather", "what hosts say to one another through their plugins"),
+    ("neuron:nccom/collectives.neuron-set-affinity", "a mask of CPUs"),
+    ("neuron:nccom/collectives.neuron-net-listen", "the handle of a listener"),
+    ("neuron:nccom/collectives.neuron-net-connect", "the handle of a listener"),
+    ("nccl:net/nccl-net-plugin-v6.listen", "the handle of a listener"),
+    ("nccl:net/nccl-net-plugin-v6.connect", "the handle of a listener"),
+    ("nccl:net/nccl-net-plugin-v5.listen", "the handle of a listener"),
+    ("nccl:net/nccl-net-plugin-v5.connect", "the handle of a listener"),
+    ("nccl:net/nccl-net-plugin-v4.listen", "the handle of a listener"),
+    ("nccl:net/nccl-net-plugin-v4.connect", "the handle of a listener"),
+    ("neuron:lifecycle/lifecycle.describe", "numbers of schemas"),
+    ("neuron:lifecycle/lifecycle.export-state", "the plugin's own state"),
+    ("neuron:lifecycle/lifecycle.import-state", "the plugin's own state"),
+];
+
+#[test]
+fn no_function_carries_the_content_of_device_memory() {
+    let bulk =
+        |r: &Resolve| -> Vec<(String, String)> { list_functions(r, |t| !matches!(t, Type::Id(_) | Type::String)) };
+    let unknown = |r: &Resolve| -> Vec<String> {
+        let names = bulk(r).into_iter().map(|(interface, function)| format!("{interface}.{function}"));
+        names.filter(|n| !IN_BULK.iter().any(|row| row.0 == n)).collect()
+    };
+    let r = contracts();
+    assert_eq!(unknown(&r), Vec::<String>::new());
+    assert_eq!(bulk(&r).len(), IN_BULK.len());
+    let of_resources = |r: &Resolve| -> Vec<String> {
+        let all = r.interfaces.iter().flat_map(|(_, i)| i.functions.values());
+        all.filter(|f| !matches!(f.kind, FunctionKind::Freestanding)).map(|f| f.name.clone()).collect()
+    };
+    let harmless = ["[static]communicator.create", "[method]communicator.id", "[method]connector.duplicate"];
+    assert_eq!(of_resources(&r), harmless);
+    // What would read or write a tensor is seen, however it is put.
+    let more = |what: &str| {
+        edited_contract("hw.wit", "  nics: func() -> list<nic>;", &format!("  nics: func() -> list<nic>;\n  {what}"))
+    };
+    for what in ["load: func(at: u64) -> result<list<f32>>;", "load: func(at: u64, data: list<u16>);"] {
+        assert_eq!(unknown(&more(what)), ["neuron:hw/pci.load"]);
+    }
+    assert_eq!(of_resources(&more("resource memory { read: func(at: u64) -> u64; }")).len(), harmless.len() + 1);
 }

@@ -636,3 +636,54 @@ fn tenants_with_a_range_of_ports_work_side_by_side() {
     let (red, blue) = (ids(red), ids(blue));
     assert!(red.iter().all(|id| *id == red[0]) && blue.iter().all(|id| *id == blue[0]) && red[0] != blue[0]);
 }
+
+/// One that the instance of an id has started counts where another instance asks for one, that of a communicator.
+#[test]
+fn tasks_are_counted_in_all_instances_of_a_tenant() {
+    let plugin = driver(|p| {
+        let (set, at) = loopback(0);
+        let kind = p.text("idle");
+        let spawn = |listener: &str| format!("(call $tasks.spawn {kind} (i32.const 0) (i32.const 0) {listener} ");
+        // With a listener it stays for as long as the tenant does: nobody connects.
+        let (ok, accept) =
+            (zoo::ok_unit(), format!("(call $sockets.accept (local.get 5) (i32.const 60000) (i32.const {REPLY}))"));
+        p.body(
+            "run",
+            format!("(if (i32.eqz (local.get 4)) (then {ok} return)) (loop $l {accept} (br $l)) unreachable"),
+        );
+        let one_more = format!(
+            "{} (i32.const {SCRATCH}))
+  (if (i32.load8_u (i32.const {SCRATCH})) (then
+    (memory.copy (i32.const {ANSWER}) (i32.const {SCRATCH}) (i32.const 12)) (return (i32.const {ANSWER}))))",
+            spawn("(i32.const 0) (i32.const 0)")
+        );
+        p.body("neuron-init-comm", zoo::init_comm(&one_more));
+        let held = format!("(i32.const 1) (i32.load (i32.const {}))", REPLY + 4);
+        vec![
+            "nop".into(),
+            format!(
+                "{set} (call $sockets.listen {at} (i32.const 5000) (i32.const {REPLY}))
+  (if (i32.eqz (i32.load8_u (i32.const {REPLY}))) (then {} (i32.const {REPLY}))))",
+                spawn(&held)
+            ),
+        ]
+    });
+    let folder = Folder::with(&plugin);
+    let network = "[devices]\ncores = [0]\nhbm = \"64 MiB\"\n[network]\nlisten = [\"127.0.0.1:*\"]";
+    let opened = |tenant: &str, tasks: usize| {
+        open(folder.policy(tenant, &format!("{ONE}\n[limits]\ntasks = {tasks}\n{network}")), "plugin.wasm")
+    };
+    let alone = |rt: &Runtime, id: u8| rt.init_comm(CommOptions::with_id([id; 128], 0, 1));
+    let red = opened("red", 1);
+    red.unique_id(1).unwrap();
+    assert_eq!(red.tenant().tasks_alive(), 1);
+    let e = alone(&red, 1).map(|_| ()).unwrap_err().to_string();
+    assert!(e.contains("tenant red asked for one more background task; limits.tasks grants 1"), "{e}");
+    assert_eq!(refusals(&red), [("limits.tasks", 1)].into());
+    // Where two are granted there is another one, and what one tenant has started is not another's.
+    let blue = opened("blue", 2);
+    blue.unique_id(1).unwrap();
+    alone(&blue, 2).unwrap();
+    assert!(refusals(&blue).is_empty(), "{:?}", refusals(&blue));
+    assert_eq!((red.tenant().counters.tasks(), blue.tenant().counters.tasks()), (1, 2));
+}

@@ -2,6 +2,8 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,6 +17,7 @@ use host_runtime::serve::{ServeConfig, Server, identify};
 use host_runtime::swap::{Kind, Order, Outcome, coordinate};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::credentials::Credentials;
+use hw_bridge::segment::Segment;
 use hw_bridge::share::Market;
 use tests::zoo;
 
@@ -763,4 +766,55 @@ fn a_client_meets_its_peers_only_where_the_services_policy_lets_it() {
     );
     assert_eq!(e, asked);
     assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock, "the client came to it");
+}
+
+/// Memory of this process, mapped once more, that begins with these bytes: as a client keeps what it was given.
+fn kept(begins: &[u8]) -> Segment {
+    let memory =
+        |fd: &Path| std::fs::read_link(fd).is_ok_and(|to| to.as_os_str().as_bytes().starts_with(b"/memfd:wccl-hbm"));
+    let all = std::fs::read_dir("/proc/self/fd").unwrap().map(|e| e.unwrap().path()).filter(|fd| memory(fd));
+    // One that another test has closed meanwhile, or put something else in its place, is none.
+    let opened = all.filter_map(|fd| std::fs::File::options().read(true).write(true).open(fd).ok());
+    let begun = |file: &std::fs::File| {
+        let mut seen = vec![0; begins.len()];
+        file.read_exact_at(&mut seen, 0).is_ok() && seen == begins
+    };
+    let file = opened.into_iter().find(begun).expect("the memory of a lease");
+    let len = file.metadata().unwrap().len();
+    Segment::adopt(file.into(), len).unwrap()
+}
+
+/// What a client kept mapped of a lease that is over is nobody else's memory, and is not what the next one gets.
+#[test]
+#[expect(unsafe_code, reason = "writes where a hostile client would")]
+fn memory_that_is_kept_mapped_is_not_the_next_holders() {
+    let place = Place::new("kept", &[("red", &[5], ""), ("blue", &[5], "")]);
+    let server = place.serve();
+    let alone = |tenant: &str| {
+        let runtime = Runtime::open(place.client(tenant)).unwrap();
+        let id = runtime.unique_id(1).unwrap();
+        runtime.init_comm(CommOptions::with_id(id, 0, 1)).unwrap()
+    };
+    let first = alone("red");
+    let t = first.tensor(4096).unwrap();
+    let mark = format!("the memory of a lease of {}", std::process::id());
+    t.write(0, mark.as_bytes()).unwrap();
+    let kept = kept(mark.as_bytes());
+    drop((t, first));
+    for holder in ["blue", "red"] {
+        let next = alone(holder);
+        assert_eq!(next.logical_core(), 5);
+        let t = next.tensor(4096).unwrap();
+        // SAFETY: it is mapped, has more bytes, and this thread alone uses it.
+        unsafe { kept.base().write_bytes(0xee, 4096) };
+        let mut seen = [1; 4096];
+        t.read(0, &mut seen).unwrap();
+        assert!(seen == [0; 4096], "{holder} sees what another one has written");
+        // Nor does the first one see what the next one writes.
+        t.write(0, &[7; 4096]).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { kept.base().read() }, 0xee, "{holder}");
+        drop((t, next));
+    }
+    idle(&server);
 }
