@@ -163,6 +163,10 @@ impl HostState {
     }
 
     fn gone<T>(&mut self, ms: u32, what: String) -> Answer<T> {
+        // The peer may have ended for the same abort, as a root's task does, and be quicker: what the user did is what is said.
+        if self.abort.aborted() {
+            return self.ended(&format!("{what}: the communicator"));
+        }
         if ms <= LOOK_MS {
             return Err(Status::CLOSED.into());
         }
@@ -361,7 +365,7 @@ impl HostState {
                 Some(Err(e)) => e,
                 None => return self.ended(&format!("connecting to {addr}")),
             };
-            if e.kind() == ErrorKind::ConnectionRefused && self.root == Some(addr) {
+            if e.kind() == ErrorKind::ConnectionRefused && self.root == Some(addr) && !self.abort.aborted() {
                 let why = format!("nobody listens at {addr} any more, {}", spent(addr));
                 return Err(self.fail(Status::FAILURE, why));
             }
@@ -527,7 +531,7 @@ impl HostState {
 
     /// The other end is not who was dialled, or has left before it could show that.
     fn unproven<T>(&mut self, to: SocketAddr, why: Unproven, ms: u32) -> Answer<T> {
-        if self.root == Some(to) {
+        if self.root == Some(to) && !self.abort.aborted() {
             return Err(self.fail(Status::FAILURE, format!("who listens at {to} is not of this group, {}", spent(to))));
         }
         if why != Unproven::Closed {
@@ -1106,6 +1110,20 @@ mod tests {
         let said = said(&mut s);
         for what in ["listen", "connect", "accept connections"] {
             assert!(said.contains(&format!("asked to {what} while it works for no group")), "{said}");
+        }
+    }
+
+    /// A root's task is ended by the same abort, and may be quicker: the user reads what the user did.
+    #[test]
+    fn a_peer_that_ends_for_an_abort_is_no_other_reason() {
+        let (mut s, _comm) = instance(4);
+        let (conn, peer) = pair(&mut s);
+        s.abort.abort("the user has changed his mind");
+        drop(peer);
+        for ms in [0, 10_000] {
+            assert!(s.do_recv(&conn, 1, ms).unwrap().is_err());
+            let said = s.take_causes().0.join("; ");
+            assert!(said.contains("was aborted: the user has changed his mind"), "{said}");
         }
     }
 
