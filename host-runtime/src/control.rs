@@ -407,6 +407,7 @@ pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) 
 mod tests {
     use super::*;
     use crate::nrt::RuntimeConfig;
+    use crate::tenant::as_user;
     use std::io::{Read, Write};
     use std::os::unix::fs::PermissionsExt;
     use std::sync::{Arc, Mutex};
@@ -444,20 +445,6 @@ mod tests {
         rustix::io::write(&stop, &1u64.to_ne_bytes()).unwrap();
         thread.join().unwrap();
         std::fs::remove_file(&at).unwrap();
-    }
-
-    /// Runs `f` as this user. Of its thread alone, which ends; the kernel keeps who one was that connected or began to listen.
-    fn as_user<R: Send>(uid: u32, f: impl FnOnce() -> R + Send) -> R {
-        std::thread::scope(|s| {
-            let runs = s.spawn(|| {
-                if uid != rustix::process::geteuid().as_raw() {
-                    let uid = rustix::process::Uid::from_raw(uid);
-                    rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
-                }
-                f()
-            });
-            runs.join().unwrap()
-        })
     }
 
     /// Who is another one's stranger: the users of two sides, and how each knows its own. Only root can be two users; where

@@ -455,3 +455,18 @@ pub(crate) fn networked(network: &str) -> Arc<Tenant> {
     let config = RuntimeConfig { tenant: "red".into(), policy: Some(policy), ..RuntimeConfig::default() };
     Tenant::new(&config, Arc::new(device)).unwrap()
 }
+
+/// Runs `f` as this user. Of its thread alone, which ends; the kernel keeps who one was that connected or began to listen.
+#[cfg(test)]
+pub(crate) fn as_user<R: Send>(uid: u32, f: impl FnOnce() -> R + Send) -> R {
+    std::thread::scope(|s| {
+        let runs = s.spawn(|| {
+            if uid != rustix::process::geteuid().as_raw() {
+                let uid = rustix::process::Uid::from_raw(uid);
+                rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+            }
+            f()
+        });
+        runs.join().unwrap()
+    })
+}

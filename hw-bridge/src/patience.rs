@@ -77,6 +77,11 @@ pub fn stopped_since(since: Instant) -> Duration {
     stops().since(since)
 }
 
+/// A deadline that was set before `since`, for what knows nothing of a stop of this process since then.
+pub fn resumed(until: Instant, since: Instant) -> Instant {
+    until.checked_add(stopped_since(since)).unwrap_or(until)
+}
+
 /// How long it has been stopped in all.
 pub fn stopped_in_all() -> Duration {
     stops().all

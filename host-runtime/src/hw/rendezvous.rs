@@ -259,7 +259,7 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::limits::Limits;
-    use crate::tenant::{Tenant, limited};
+    use crate::tenant::{Tenant, as_user, limited};
 
     fn tenant(names: usize) -> Arc<Tenant> {
         limited(Limits { names, wall: Duration::from_secs(10), ..Limits::default() })
@@ -420,7 +420,7 @@ mod tests {
     /// Nobody of another user reads an address, and whom another user answers is led nowhere.
     #[test]
     fn another_user_is_neither_served_nor_believed() {
-        use rustix::process::{Uid, geteuid};
+        use rustix::process::geteuid;
         let mut s = instance(&tenant(4));
         let name = |name| Name { group: group(0), key: b"key", name };
         let at = |name: &str| SocketAddr::from_abstract_name(name).unwrap();
@@ -441,15 +441,9 @@ mod tests {
             assert!(!credentials::same_user(&credentials::Credentials { uid: mine.uid + 1, ..mine }));
             return;
         }
-        let squatter = std::thread::scope(|s| {
-            let stranger = s.spawn(|| {
-                let uid = Uid::from_raw(65_533);
-                // Of this thread, which ends; the kernel keeps who it was when it connected, or began to listen.
-                rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
-                assert_eq!(visit().0, []);
-                UnixListener::bind_addr(&at(&name("squatted").socket())).unwrap()
-            });
-            stranger.join().unwrap()
+        let squatter = as_user(65_533, || {
+            assert_eq!(visit().0, []);
+            UnixListener::bind_addr(&at(&name("squatted").socket())).unwrap()
         });
         assert!(s.do_lookup(b"key", "squatted", 60_000).is_err());
         let said = said(&mut s);

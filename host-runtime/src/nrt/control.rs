@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hw_bridge::patience::stopped_since;
+use hw_bridge::patience::resumed;
 use serde::{Deserialize, Serialize};
 use wasmtime::component::Resource;
 
@@ -101,11 +101,10 @@ impl Patience {
 
     /// The same later on, for a call that knows nothing of a stop of the process since then.
     pub(crate) fn resumed(self, since: Instant) -> Patience {
-        let later = |until: Instant| until.checked_add(stopped_since(since)).unwrap_or(until);
         match self {
             Patience::Usual => Patience::Usual,
-            Patience::Waits(until) => Patience::Waits(later(until)),
-            Patience::Operation(until) => Patience::Operation(later(until)),
+            Patience::Waits(until) => Patience::Waits(resumed(until, since)),
+            Patience::Operation(until) => Patience::Operation(resumed(until, since)),
         }
     }
 }

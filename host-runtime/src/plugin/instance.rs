@@ -10,7 +10,7 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
-use hw_bridge::patience::{Wait, stopped_since};
+use hw_bridge::patience::{Wait, resumed};
 use hw_bridge::reduce::in_default_float_state;
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
@@ -56,7 +56,7 @@ impl Bound {
 
     /// The same later on, for what knows nothing of a stop of the process since then.
     fn resumed(self, since: Instant) -> Bound {
-        let later = |until: Instant| until.checked_add(stopped_since(since)).unwrap_or(until);
+        let later = |until| resumed(until, since);
         Bound { until: self.until.map(later), waits: self.waits.map(later), ..self }
     }
 }

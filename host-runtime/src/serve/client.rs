@@ -352,6 +352,7 @@ mod tests {
     use super::*;
     use crate::nrt::RuntimeConfig;
     use crate::nrt::plane::Seat;
+    use crate::tenant::as_user;
 
     /// The service has much time for the other one.
     #[test]
@@ -384,8 +385,7 @@ mod tests {
     /// Whoever it is reads nothing: there is no key before the kernel has said who listens.
     #[test]
     fn a_stranger_at_the_services_path_is_told_nothing() {
-        use rustix::process::{Uid, geteuid};
-        let mine = geteuid().as_raw();
+        let mine = rustix::process::geteuid().as_raw();
         // Root is believed wherever it listens, and only root can listen as somebody else; any other user asks as somebody else.
         let (who, me) = if mine == 0 { (65_533, 0) } else { (mine, mine + 1) };
         let dir = std::env::temp_dir().join(format!("wccl-listener-{}", std::process::id()));
@@ -395,17 +395,7 @@ mod tests {
         let mode = |mode| std::fs::set_permissions(&dir, std::fs::Permissions::from_mode(mode)).unwrap();
         mode(0o777);
         let socket = dir.join("red.sock");
-        let listener = std::thread::scope(|s| {
-            let listens = s.spawn(|| {
-                if mine == 0 {
-                    let uid = Uid::from_raw(who);
-                    // Of this thread, which ends; the kernel keeps who it was when it began to listen.
-                    rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
-                }
-                UnixListener::bind(&socket).unwrap()
-            });
-            listens.join().unwrap()
-        });
+        let listener = as_user(who, || UnixListener::bind(&socket).unwrap());
         let e = reach(&socket, me).unwrap_err().to_string();
         assert!(e.contains(&format!("user {who} listens there, in a directory that others")), "{e}");
         let (mut told, _) = listener.accept().unwrap();

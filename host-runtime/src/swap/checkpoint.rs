@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hw_bridge::patience::{passed, stopped_since};
+use hw_bridge::patience::{passed, resumed};
 
 use super::exported::Exported;
 use super::lifecycle;
@@ -50,7 +50,7 @@ impl Checkpoint {
     ) -> Result<(Arc<Instance>, u32), Error> {
         let late = || until.is_some_and(|until| passed(until, begun));
         // Each call has a clock of its own, which knows nothing of a stop of the process in the one before.
-        let by = || until.and_then(|until| until.checked_add(stopped_since(begun)));
+        let by = || until.map(|until| resumed(until, begun));
         // A guest that is overdue before it begins would be ended for nothing.
         if late() {
             return Err(stopped.late(entry, begun));
