@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::ArgAction;
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::peers::Op;
+use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 
 use crate::collective::{self, Buffers, Memory};
@@ -227,7 +227,7 @@ fn room(bytes: u64, n: u64, memories: &[Memory]) -> Result<(), String> {
     let of = |b: u64| format!("{} for each of {n} rank{}", size::short(b), if n == 1 { "" } else { "s" });
     let all = bytes.checked_add(collective::RIM).and_then(|b| b.checked_mul(2 * n)).filter(|b| *b <= i64::MAX as u64);
     let all = all.ok_or_else(|| format!("{} is more than 2^63 bytes in all; ask for less", of(bytes)))?;
-    match hw_bridge::exhausted::memory_left() {
+    match hw_bridge::os::exhausted::memory_left() {
         Some((left, who)) if memories.contains(&Memory::Host) && all > left => Err(format!(
             "{} in host memory, an input and an output, are {all} bytes in all, and {left} {who}; ask for less by -e or -r",
             of(bytes)

@@ -3,8 +3,8 @@
 use anyhow::Context;
 use host_runtime::nrt::{Communicator, Io, Peers, Tensor};
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
-use hw_bridge::peers::Op;
 
 use crate::reference::{Pattern, Tile, wrong_elements};
 
@@ -177,7 +177,7 @@ impl Mem {
                 let wanted = wanted.with_context(|| format!("{bytes} bytes are more than memory can be"))?;
                 let mut v = Vec::new();
                 if v.try_reserve_exact(wanted).is_err() {
-                    let limit = hw_bridge::exhausted::limit_behind(&std::io::Error::from_raw_os_error(ENOMEM));
+                    let limit = hw_bridge::os::exhausted::limit_behind(&std::io::Error::from_raw_os_error(ENOMEM));
                     anyhow::bail!("{bytes} bytes of host memory cannot be had{limit}");
                 }
                 v.resize(wanted, 0u8);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use host_runtime::nrt::Communicator;
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::peers::Op;
+use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 
 use crate::act_two;

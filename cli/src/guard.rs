@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use host_runtime::message::{MessageError, receive, send};
-use hw_bridge::signals::{Signals, dies_with_parent};
+use hw_bridge::os::signals::{Signals, dies_with_parent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
     Pid, Signal, WaitOptions, getpgid, getpgrp, getpid, kill_process, set_child_subreaper, setpgid, wait,

@@ -29,7 +29,7 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     let paint = Paint::stdout();
     let config = RuntimeConfig::from_env()?;
     // A runtime that is open has raised the limit of descriptors.
-    let limits = hw_bridge::exhausted::limits();
+    let limits = hw_bridge::os::exhausted::limits();
     // With a service none of it runs here.
     let runtime = Runtime::open(RuntimeConfig { examine: config.service.is_none(), ..config })?;
     let (config, device) = (runtime.config(), &runtime.tenant().device);

@@ -17,8 +17,8 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use hw_bridge::control_group::{Groups, Kills};
-use hw_bridge::signals::{Arrived, Signals, is_ignored};
+use hw_bridge::os::control_group::{Groups, Kills};
+use hw_bridge::os::signals::{Arrived, Signals, is_ignored};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 
@@ -470,8 +470,7 @@ fn group_variables(ranks: usize) -> anyhow::Result<Vec<(&'static str, OsString)>
 
 /// A secret of this job's own, as text.
 fn job_secret() -> anyhow::Result<String> {
-    let mut secret = [0; 32];
-    hw_bridge::links::fill_random(&mut secret).context("asking the kernel for random numbers")?;
+    let secret: [u8; 32] = hw_bridge::os::random::bytes().context("asking the kernel for random numbers")?;
     Ok(secret.iter().map(|b| format!("{b:02x}")).collect())
 }
 

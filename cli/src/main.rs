@@ -226,7 +226,7 @@ fn main() -> ExitCode {
     // A guard keeps what its launcher has blocked for it: what is sent to all of a group must not end it before it has begun.
     if std::env::args_os().nth(1).is_none_or(|a| a != "__guard") {
         // If the kernel refuses even this, what follows says so better.
-        let _ = hw_bridge::signals::forget_inherited();
+        let _ = hw_bridge::os::signals::forget_inherited();
     }
     match read().and_then(dispatch) {
         Ok(code) => code,
@@ -235,7 +235,7 @@ fn main() -> ExitCode {
                 if let Some(said) = i.said() {
                     let _ = std::io::Write::write_all(&mut std::io::stderr(), format!("wccl: {said}\n").as_bytes());
                 }
-                hw_bridge::signals::end_by(i.signal);
+                hw_bridge::os::signals::end_by(i.signal);
                 return ExitCode::from(128 + i.signal.as_raw() as u8);
             }
             let usage = e.downcast_ref::<Usage>().is_some();

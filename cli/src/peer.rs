@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use host_runtime::nrt::Communicator;
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::peers::Op;
+use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 
 use crate::collective::{self, Buffers, Case, Memory};

@@ -12,7 +12,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
-use hw_bridge::peers::Op;
+use hw_bridge::call::Op;
 use serde::Deserialize;
 
 use crate::{collective, size};

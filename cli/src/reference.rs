@@ -192,7 +192,7 @@ impl Pattern {
     fn tile(&self, most: u64, element: impl Fn(u64, &mut Vec<u8>)) -> Tile {
         let mut bytes = Vec::new();
         // A library that was loaded into the program may have changed how its threads round.
-        hw_bridge::reduce::in_default_float_state(|| (0..most.min(PERIOD)).for_each(|i| element(i, &mut bytes)));
+        hw_bridge::exec::reduce::in_default_float_state(|| (0..most.min(PERIOD)).for_each(|i| element(i, &mut bytes)));
         if most > PERIOD {
             // Several repetitions, so that a large buffer is compared in large pieces.
             let one = bytes.len();

@@ -12,8 +12,8 @@ use anyhow::Context;
 use host_runtime::metrics::{MetricsServer, Usage};
 use host_runtime::nrt::{Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
-use hw_bridge::share::Market;
-use hw_bridge::signals::Ending;
+use hw_bridge::exec::share::Market;
+use hw_bridge::os::signals::Ending;
 
 const EXAMPLES: &str = "\
 Examples:

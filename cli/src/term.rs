@@ -133,7 +133,7 @@ impl Drop for Progress {
 }
 
 /// The modelled instance type as users know it: `trn2.48xlarge`.
-pub fn instance_type(device: &hw_bridge::device::DeviceModel) -> String {
+pub fn instance_type(device: &hw_bridge::model::DeviceModel) -> String {
     let name = format!("{}.{}", device.family().name(), device.size().name()).to_ascii_lowercase();
     if name.ends_with("xl") { name + "arge" } else { name }
 }

@@ -9,9 +9,10 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use hw_bridge::flight::{Counters, Record, State};
-use hw_bridge::peers::{CONTROL_NAME, Control, is_stopped};
-use hw_bridge::segment::Segment;
+use hw_bridge::group::flight::{Counters, Record, State};
+use hw_bridge::group::{CONTROL_NAME, Control};
+use hw_bridge::memory::segment::Segment;
+use hw_bridge::os::process::is_stopped;
 use rustix::fs::{Mode, OFlags};
 
 use crate::Usage;
@@ -205,7 +206,7 @@ fn json(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, with_flight: 
             lane: *lane,
             seq: r.seq,
             what: r.what.clone(),
-            algorithm: hw_bridge::peers::ALGORITHMS.get(usize::from(r.algorithm)).copied().unwrap_or("unknown"),
+            algorithm: hw_bridge::call::ALGORITHMS.get(usize::from(r.algorithm)).copied().unwrap_or("unknown"),
             bytes: r.bytes,
             start_ns: r.start_ns,
             took_ns: r.took.as_nanos() as u64,

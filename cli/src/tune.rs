@@ -14,8 +14,8 @@ use anyhow::Context;
 use host_runtime::enc::Algorithm;
 use host_runtime::enc::table::{Memory as Where, Policy, Row, Table};
 use host_runtime::nrt::RuntimeConfig;
+use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
-use hw_bridge::peers::Op;
 use serde::{Deserialize, Serialize};
 
 use crate::collective::{Buffers, Case, Memory};

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use anyhow::{Context, Result, anyhow, ensure};
 use host_runtime::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
 use host_runtime::policy::Policy;
-use hw_bridge::device::{HostMem, IncrementRegister};
+use hw_bridge::model::{HostMem, IncrementRegister};
 use tests::zoo::{ANSWER, Operand, Plugin, REPLY, SCRATCH, ok_bytes, ok_unit};
 
 use crate::guest::Wire;

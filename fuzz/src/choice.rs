@@ -5,8 +5,8 @@ use host_runtime::enc::check::{Member, check};
 use host_runtime::enc::table::{Memory, Policy, Table};
 use host_runtime::enc::{Algorithm, Call, Lists, Move, compile_with, explain, serves};
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Schedule, Step};
+use hw_bridge::call::Op;
+use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
 
 /// The text of a table.
 pub fn table(data: &[u8]) {

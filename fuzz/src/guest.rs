@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use host_runtime::plugin::{Kind, Library};
-use hw_bridge::device::IncrementRegister;
+use hw_bridge::model::IncrementRegister;
 use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
 use nccom_core::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
 use nccom_core::connect::P2pInfo;

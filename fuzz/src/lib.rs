@@ -15,7 +15,7 @@
 //! | `loader` | a plugin file | `host_runtime::plugin` |
 //! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `host_runtime::hw`, `reverse` and `net` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
-//! | `links` | both ends of a link | `hw_bridge::links` |
+//! | `links` | both ends of a link | `hw_bridge::memory::links` |
 //! | `handshake` | who dials a bootstrap socket, or answers there | `host_runtime::hw`, the handshake |
 //! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
 //! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |

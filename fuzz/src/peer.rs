@@ -10,15 +10,16 @@ use std::time::{Duration, Instant};
 
 use host_runtime::nrt::groups::fuzzing;
 use host_runtime::{DataType, ReduceOp, enc};
-use hw_bridge::flight;
-use hw_bridge::hbm::Hbm;
+use hw_bridge::call::Op;
+use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem};
+use hw_bridge::exec::share::{Market, Share, Terms};
+use hw_bridge::group::{CONTROL_BYTES, Control, Peer, flight};
 use hw_bridge::limits::{LANES, SLOTS};
-use hw_bridge::links::{Edge, Grant, HELLO_BYTES, IPC_BYTES, LinkServer, Mapped, connect};
-use hw_bridge::peers::{CONTROL_BYTES, Control, Op, Peer};
-use hw_bridge::segment::Segment;
-use hw_bridge::semaphore::WaitPolicy;
-use hw_bridge::sequencer::{CallArgs, Endpoint, LocalMem};
-use hw_bridge::share::{Market, Share, Terms};
+use hw_bridge::memory::hbm::Hbm;
+use hw_bridge::memory::links::{Edge, Grant, HELLO_BYTES, IPC_BYTES, LinkServer, Mapped, connect};
+use hw_bridge::memory::segment::Segment;
+use hw_bridge::os::bell::WaitPolicy;
+use hw_bridge::os::clock;
 
 /// How long either end of a link is waited for.
 const SOON: Duration = Duration::from_secs(2);
@@ -71,7 +72,7 @@ pub fn control(data: &[u8]) {
     let _ = (seen.who(), seen.pid(), seen.comm(), seen.component_calls(), seen.alive());
     let (_, reason) = seen.state();
     assert!(!reason.chars().any(char::is_control), "{reason:?}");
-    let now = flight::now();
+    let now = clock::now();
     let mut sum = flight::Counters::default();
     for l in 0..LANES {
         let lane = seen.lane(l);

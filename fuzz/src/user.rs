@@ -7,7 +7,7 @@ use std::path::Path;
 
 use host_runtime::nrt::RuntimeConfig;
 use host_runtime::policy::Policy;
-use hw_bridge::device::DeviceModel;
+use hw_bridge::model::DeviceModel;
 
 use crate::{collective, plot, size};
 
@@ -77,7 +77,7 @@ pub fn results(data: &[u8]) {
             assert!(!e.to_string().is_empty());
         }
     }
-    let ops = hw_bridge::peers::Op::ALL;
+    let ops = hw_bridge::call::Op::ALL;
     let measured = ops.into_iter().map(|op| (op, vec![(8, 0.5), (1 << 20, 4.0)])).collect();
     let page = plot::page("title", "about", &plot::panels("wccl", measured, &others));
     // What comes from the file is text on the page: it opens no element of its own.

@@ -27,7 +27,7 @@ struct Inner {
     reason: Mutex<String>,
     at: OnceLock<Instant>,
     event: OwnedFd,
-    endpoints: Mutex<Vec<hw_bridge::peers::Abort>>,
+    endpoints: Mutex<Vec<hw_bridge::group::Abort>>,
 }
 
 impl AbortToken {
@@ -46,7 +46,7 @@ impl AbortToken {
 
     /// Ends whatever waits and whatever begins later. The first reason stays.
     pub fn abort(&self, reason: &str) {
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             // The event is the parent's as well.
             return;
         }
@@ -92,7 +92,7 @@ impl AbortToken {
     }
 
     /// Lets the switch reach a data plane too; one token may serve several communicators.
-    pub(crate) fn attach(&self, endpoint: hw_bridge::peers::Abort) {
+    pub(crate) fn attach(&self, endpoint: hw_bridge::group::Abort) {
         // Stored before the look: an abort in between finds it. Those of communicators that are gone make room.
         let mut endpoints = lock(&self.0.endpoints);
         endpoints.retain(|e| !e.is_last());

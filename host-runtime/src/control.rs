@@ -15,9 +15,9 @@ use std::sync::Weak;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use hw_bridge::ballot::Ballot;
-use hw_bridge::credentials::{self, Credentials};
-use hw_bridge::shown::one_line;
+use hw_bridge::group::ballot::Ballot;
+use hw_bridge::os::credentials::{self, Credentials};
+use hw_bridge::os::shown::one_line;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
@@ -130,8 +130,7 @@ impl Control {
         };
         // What others have left; who cannot look finds none.
         let _ = directory.sockets();
-        let mut random = [0; 8];
-        hw_bridge::links::fill_random(&mut random).map_err(system("reading a random number for a control socket"))?;
+        let random = hw_bridge::os::random::bytes().map_err(system("reading a random number for a control socket"))?;
         let name = format!("{}-{}-{:016x}", tag(tenant), std::process::id(), u64::from_ne_bytes(random));
         let listener = match directory.listen(&name) {
             Ok(listener) => listener,
@@ -163,7 +162,7 @@ impl Control {
 impl Drop for Control {
     fn drop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             // The thread, the event and the socket are the parent's.
             std::mem::forget(thread);
             return;

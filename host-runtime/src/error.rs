@@ -140,7 +140,7 @@ pub enum Error {
     },
     /// An operation failed.
     #[error(transparent)]
-    Op(#[from] hw_bridge::sequencer::OpError),
+    Op(#[from] hw_bridge::exec::sequencer::OpError),
     /// A limit of this process is too low for what was asked; the sentence names it, its value and the need.
     #[error("{0}")]
     Limit(String),
@@ -154,9 +154,9 @@ pub enum Error {
     },
     /// Device memory.
     #[error(transparent)]
-    Memory(#[from] hw_bridge::hbm::HbmError),
+    Memory(#[from] hw_bridge::memory::hbm::HbmError),
     /// The system refused something.
-    #[error("{what}: {source}{}", hw_bridge::exhausted::limit_of_threads(source))]
+    #[error("{what}: {source}{}", hw_bridge::os::exhausted::limit_of_threads(source))]
     System {
         /// What was tried.
         what: String,
@@ -175,7 +175,7 @@ fn listed(causes: &[String]) -> String {
 impl Error {
     /// The status a C caller would see.
     pub fn status(&self) -> Status {
-        use hw_bridge::sequencer::OpError;
+        use hw_bridge::exec::sequencer::OpError;
         match self {
             Error::Usage(_) | Error::Config(_) => Status::INVALID,
             Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Supervised { .. } | Error::Swap { .. } => {

@@ -7,6 +7,7 @@
 use std::io::{ErrorKind, Read, Write};
 
 use cap_std::fs::{Dir, MetadataExt, OpenOptions, OpenOptionsExt};
+use hw_bridge::os::random;
 
 use crate::key::KEY_BYTES;
 use crate::plugin::source::NONBLOCK;
@@ -52,9 +53,7 @@ fn read(dir: &Dir) -> Result<Option<[u8; KEY_BYTES]>, String> {
 
 /// Makes one, unless somebody else does.
 fn make(dir: &Dir) -> std::io::Result<()> {
-    let (mut secret, mut tag) = ([0; KEY_BYTES], [0; 8]);
-    hw_bridge::links::fill_random(&mut secret)?;
-    hw_bridge::links::fill_random(&mut tag)?;
+    let (secret, tag): ([u8; KEY_BYTES], [u8; 8]) = (random::bytes()?, random::bytes()?);
     // Of this call alone, also where processes of several PID namespaces share the directory.
     let temp = format!("{NAME}.{:016x}", u64::from_le_bytes(tag));
     let mut file = dir.open_with(&temp, OpenOptions::new().create_new(true).write(true).mode(0o600))?;

@@ -184,10 +184,8 @@ fn chosen(from: &str, text: &[u8]) -> Result<JobSecret, Error> {
 /// # Errors
 /// [`Error::System`] if the system gives none.
 pub(crate) fn draw() -> Result<[u8; KEY_BYTES], Error> {
-    let mut secret = [0; KEY_BYTES];
     let what = || "reading random bytes for a unique id".to_string();
-    hw_bridge::links::fill_random(&mut secret).map_err(|source| Error::System { what: what(), source })?;
-    Ok(secret)
+    hw_bridge::os::random::bytes().map_err(|source| Error::System { what: what(), source })
 }
 
 /// What a plugin answered as an id: an address and zeros (INV-20, INV-21).

@@ -52,4 +52,4 @@ pub mod tenant;
 mod turns;
 pub mod vars;
 
-pub use hw_bridge::dtype::{DataType, ReduceOp};
+pub use hw_bridge::call::{DataType, ReduceOp};

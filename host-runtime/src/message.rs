@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use hw_bridge::patience::Wait;
+use hw_bridge::os::patience::Wait;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -297,7 +297,7 @@ mod tests {
         let sender = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_secs(5));
             let now = Instant::now();
-            assert!(hw_bridge::patience::was_away(now - Duration::from_secs(5), now, Duration::ZERO));
+            assert!(hw_bridge::os::patience::was_away(now - Duration::from_secs(5), now, Duration::ZERO));
             a.write_all(&1u32.to_le_bytes()).unwrap();
             // Past the deadline by the machine's clock, and not by that of the process.
             std::thread::sleep(until.saturating_duration_since(Instant::now()) + Duration::from_millis(400));

@@ -4,11 +4,11 @@
 //! No function here calls a library entry (INV-10), and none could: an instance on the stack is never entered again.
 //! Most return no status (INV-11). What the original asserts ends the calling instance with the sentence of the assert.
 
-use hw_bridge::device::{
+use hw_bridge::model::{
     MapError, MapFault, PodType, enc_get_recv_post_offset_bytes, enc_get_send_count_size_bytes,
     enc_get_send_offset_bytes, enc_set_recv_size_bytes, nec_inc_semaphore,
 };
-use hw_bridge::shown::one_line;
+use hw_bridge::os::shown::one_line;
 use wasmtime::component::Resource;
 
 use crate::bindings::neuron::nrt::types::{InstanceInfo, NecPodType, NrtStatus, NrtVersion, PciBdf};
@@ -228,7 +228,7 @@ mod tests {
     use crate::abort::AbortToken;
     use crate::limits::Limits;
     use crate::tenant::limited;
-    use hw_bridge::device::{HostMem, IncrementRegister};
+    use hw_bridge::model::{HostMem, IncrementRegister};
 
     /// The host's own words about a guest's are as long as a guest's.
     #[test]

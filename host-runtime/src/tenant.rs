@@ -8,18 +8,18 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Instant;
 
-use hw_bridge::device::{DeviceModel, IdMapSet};
-use hw_bridge::flight;
-use hw_bridge::hbm::{Hbm, HbmBuf, HbmError};
-use hw_bridge::links::LinkServer;
-use hw_bridge::log_rate::LogRate;
-use hw_bridge::segment::Segment;
-use hw_bridge::share::{Market, Share, Terms};
+use hw_bridge::exec::share::{Market, Share, Terms};
+use hw_bridge::group::flight;
+use hw_bridge::memory::hbm::{Hbm, HbmBuf, HbmError};
+use hw_bridge::memory::links::LinkServer;
+use hw_bridge::memory::segment::Segment;
+use hw_bridge::model::{DeviceModel, IdMapSet};
+use hw_bridge::os::log_rate::LogRate;
 
 use crate::abort::WeakAbort;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
-use hw_bridge::semaphore::WaitMode;
+use hw_bridge::os::bell::WaitMode;
 
 use crate::limits::Limits;
 use crate::net::NetLibrary;

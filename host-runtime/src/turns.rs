@@ -6,7 +6,7 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
-use hw_bridge::patience::Wait;
+use hw_bridge::os::patience::Wait;
 
 use crate::tenant::lock;
 

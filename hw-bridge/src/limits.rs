@@ -29,7 +29,7 @@ pub const STAGE_BYTES: usize = 512 * 1024;
 /// equal at 4 MiB, 3 to 48 % faster from 16 MiB on.
 pub const STREAM_BYTES: u64 = 8 << 20;
 /// A copy or reduction looks every so many bytes whether it was told to stop and whether other tenants are to be let past
-/// ([`crate::share`]), and is counted: peers that wait for it see that it goes on. It takes some 50 microseconds.
+/// ([`crate::exec::share`]), and is counted: peers that wait for it see that it goes on. It takes some 50 microseconds.
 pub const STRETCH_BYTES: u64 = 256 << 10;
 /// The same while there is nobody to let past: a read of a peer's private memory is a call of the kernel each time.
 pub const ALONE_BYTES: u64 = 4 << 20;
@@ -59,7 +59,7 @@ pub const BALLOT_YIELDS: u32 = 50;
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.
 pub const NAP: Duration = Duration::from_millis(10);
-/// How long a wait with a deadline sleeps without a look at whether its process was stopped ([`crate::patience`]).
+/// How long a wait with a deadline sleeps without a look at whether its process was stopped ([`crate::os::patience`]).
 pub const WAIT_STEP: Duration = Duration::from_millis(250);
 /// How much longer than it was to a step takes before that counts as a stop of the process.
 pub const STOPPED: Duration = Duration::from_secs(1);

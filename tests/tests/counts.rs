@@ -14,8 +14,8 @@ use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::policy::{Rate, Share};
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::call::Op;
 use hw_bridge::limits::STAGE_BYTES;
-use hw_bridge::peers::Op;
 
 thread_local! {
     // Neither lazily made nor dropped, so that the allocator may use it at any time.

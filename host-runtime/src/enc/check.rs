@@ -22,10 +22,9 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use hw_bridge::dtype::{DataType, ReduceOp};
+use hw_bridge::call::{DataType, Op, ReduceOp};
+use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
 use hw_bridge::limits::{SLOTS, STAGE_BYTES};
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Schedule, Step};
 
 use super::{Call, Lists, explain};
 

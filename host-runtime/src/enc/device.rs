@@ -1,7 +1,7 @@
 //! Direct mesh: tensors in device memory that every local rank maps. No staging copy, no intermediate buffer.
 
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
+use hw_bridge::call::Op;
+use hw_bridge::exec::sequencer::{At, Place, Step};
 
 use super::Builder;
 

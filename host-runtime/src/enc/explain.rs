@@ -2,7 +2,7 @@
 
 use std::fmt::{Display, Formatter, Result};
 
-use hw_bridge::sequencer::{At, Place, Schedule, Step};
+use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
 
 /// `schedule` in words: a line for the call, a line for the payload if there is one, and a line a step.
 pub fn explain(schedule: &Schedule) -> impl Display + '_ {

@@ -8,9 +8,8 @@
 //! Every element is reduced along one tree of operands and its result copied, so all ranks get the same bits. A part of
 //! a rank's output is overwritten only after its reader has signalled a later step.
 
-use hw_bridge::dtype::ReduceOp;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
+use hw_bridge::call::{Op, ReduceOp};
+use hw_bridge::exec::sequencer::{At, Place, Step};
 
 use super::Builder;
 

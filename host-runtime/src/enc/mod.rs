@@ -36,10 +36,9 @@ pub use explain::explain;
 pub use moves::Move;
 pub use private::max_private_bytes;
 
-use hw_bridge::dtype::{DataType, ReduceOp};
+use hw_bridge::call::{DataType, FLAG_IN_PLACE, FLAG_PRIVATE, Op, OpHeader, ReduceOp};
+use hw_bridge::exec::sequencer::{At, BadSchedule, Place, Schedule, Sealed, Step};
 use hw_bridge::limits::{INLINE_BYTES, LARGE_SLOT_BYTES};
-use hw_bridge::peers::{FLAG_IN_PLACE, FLAG_PRIVATE, Op, OpHeader};
-use hw_bridge::sequencer::{At, BadSchedule, Place, Schedule, Sealed, Step};
 
 /// How a collective is executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

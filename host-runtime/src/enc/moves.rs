@@ -8,9 +8,9 @@
 //!
 //! Ranks that neither send to nor receive from one another do not meet.
 
+use hw_bridge::call::Op;
+use hw_bridge::exec::sequencer::{At, Place, Step};
 use hw_bridge::limits::{INLINE_BYTES, MAX_STEPS, STAGE_BYTES};
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
 
 use super::{Algorithm, Builder, Call, Lists};
 

@@ -3,10 +3,9 @@
 //! The record's flow control (a slot is reused only when its readers are done) makes this one-way: a broadcast's root
 //! does not wait for anybody.
 
-use hw_bridge::dtype::ReduceOp;
+use hw_bridge::call::{Op, ReduceOp};
+use hw_bridge::exec::sequencer::{At, Place, Step};
 use hw_bridge::limits::INLINE_BYTES;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
 
 use super::Builder;
 

@@ -4,9 +4,9 @@
 //! so a piece is filled while peers still read the one before. Signals count up in program order, the same on all
 //! ranks that make them.
 
+use hw_bridge::call::Op;
+use hw_bridge::exec::sequencer::{At, Place, Step};
 use hw_bridge::limits::{MAX_STEPS, STAGE_BYTES};
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
 
 use super::moves::{Lane, lanes};
 use super::{Builder, Call, Lists};

@@ -7,9 +7,8 @@
 //! In place is safe: a part of our buffer is overwritten only when the chain of waits around the ring has made sure
 //! that the next rank has read what was in it.
 
-use hw_bridge::dtype::ReduceOp;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
+use hw_bridge::call::{Op, ReduceOp};
+use hw_bridge::exec::sequencer::{At, Place, Step};
 
 use super::Builder;
 

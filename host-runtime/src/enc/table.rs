@@ -29,9 +29,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use hw_bridge::call::Op;
 use hw_bridge::limits::LARGE_SLOT_BYTES;
-use hw_bridge::peers::Op;
-use hw_bridge::shown::one_line;
+use hw_bridge::os::shown::one_line;
 
 use super::{Algorithm, Call, Lists, choose, direct_above, one_hop_limit, serves};
 use crate::limits::{MAX_TABLE_BYTES, MAX_TABLE_ROWS};
@@ -527,7 +527,7 @@ impl Policy<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hw_bridge::dtype::{DataType, ReduceOp};
+    use hw_bridge::call::{DataType, ReduceOp};
     use proptest::prelude::*;
 
     fn call(op: Op, count: u64, private: bool) -> Call {

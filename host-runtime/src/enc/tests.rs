@@ -243,8 +243,8 @@ fn a_direct_schedule_does_nothing_but_read_inputs() {
 
 #[test]
 fn a_view_of_the_whole_arena_has_its_offsets() {
-    use hw_bridge::hbm::Hbm;
-    use hw_bridge::sequencer::LocalMem;
+    use hw_bridge::exec::sequencer::LocalMem;
+    use hw_bridge::memory::hbm::Hbm;
     let hbm = Hbm::new(1 << 20).unwrap();
     let (a, b) = (hbm.alloc(100).unwrap(), hbm.alloc(100).unwrap());
     let parts = [&a, &b];

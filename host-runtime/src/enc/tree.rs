@@ -5,10 +5,9 @@
 //! children leaves its partial sums in its two staging halves, where its parent reads them; a half is filled again when
 //! the parent has read it. A leaf's input is read where it is.
 
-use hw_bridge::dtype::ReduceOp;
+use hw_bridge::call::{Op, ReduceOp};
+use hw_bridge::exec::sequencer::{At, Place, Step};
 use hw_bridge::limits::{MAX_STEPS, STAGE_BYTES};
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
 
 use super::{Builder, Call};
 

@@ -11,9 +11,8 @@
 //! | 4 | my part is complete |
 //! | 5 | I have read all parts of my group |
 
-use hw_bridge::dtype::ReduceOp;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{At, Place, Step};
+use hw_bridge::call::{Op, ReduceOp};
+use hw_bridge::exec::sequencer::{At, Place, Step};
 
 use super::Builder;
 use super::device::PUSH_BYTES;

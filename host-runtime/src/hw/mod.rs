@@ -27,9 +27,9 @@ use crate::limits::byte_list;
 use crate::plugin::HostState;
 use crate::status::Status;
 use crate::tenant::lock;
-use hw_bridge::peers::{Control, Peer};
-use hw_bridge::semaphore::WaitPolicy;
-use hw_bridge::sequencer::Endpoint;
+use hw_bridge::exec::sequencer::Endpoint;
+use hw_bridge::group::{Control, Peer};
+use hw_bridge::os::bell::WaitPolicy;
 use objects::{CommCore, CommunicatorObject, Connector, ConnectorObject};
 
 type Answer<T> = Result<T, NrtStatus>;
@@ -177,9 +177,13 @@ impl links::Host for HostState {
         };
         if !comm.linked(peer) {
             let deadline = self.real_deadline(deadline_ms);
-            use hw_bridge::links::LinkError;
-            let granted =
-                hw_bridge::links::request(&ipc, &comm.edge(peer, comm.rank), Some(self.abort.event()), deadline);
+            use hw_bridge::memory::links::LinkError;
+            let granted = hw_bridge::memory::links::request(
+                &ipc,
+                &comm.edge(peer, comm.rank),
+                Some(self.abort.event()),
+                deadline,
+            );
             let linked = granted.and_then(|g| match comm.is_clients() {
                 true => {
                     comm.pass(g);

@@ -7,12 +7,12 @@ use std::collections::{HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
-use hw_bridge::device::{HostMem, IncrementRegister};
-use hw_bridge::hbm::Hbm;
-use hw_bridge::links::{Edge, Grant, Granted, IPC_BYTES};
-use hw_bridge::peers::Owner;
+use hw_bridge::exec::sequencer::Endpoint;
+use hw_bridge::group::Owner;
+use hw_bridge::memory::hbm::Hbm;
+use hw_bridge::memory::links::{Edge, Grant, Granted, IPC_BYTES};
+use hw_bridge::model::{HostMem, IncrementRegister};
 use hw_bridge::proxy::Proxy;
-use hw_bridge::sequencer::Endpoint;
 
 use super::gate::Gate;
 use super::handshake::Dialled;

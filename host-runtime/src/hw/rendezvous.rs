@@ -11,8 +11,8 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, Mac};
-use hw_bridge::credentials;
-use hw_bridge::dial::dial;
+use hw_bridge::os::credentials;
+use hw_bridge::os::dial::dial;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::net::SocketAddrUnix;
 use sha2::Sha256;

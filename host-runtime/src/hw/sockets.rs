@@ -15,13 +15,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use hw_bridge::links::fill_random;
-use hw_bridge::patience;
+use hw_bridge::os::{patience, random};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use wasmtime::component::Resource;
 
 use super::gate::{Found, Gate};
-use super::handshake::{Dialled, NONCE, Unproven};
+use super::handshake::{Dialled, Unproven};
 use super::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
 use super::system::{self, loopback_down};
 use super::{Answer, Trap, own};
@@ -194,7 +193,7 @@ impl HostState {
 
     /// `hint` is what is behind it, if that is known.
     fn socket_error<T>(&mut self, what: String, e: &std::io::Error, hint: Option<&str>) -> Answer<T> {
-        let limit = hw_bridge::exhausted::limit_behind(e);
+        let limit = hw_bridge::os::exhausted::limit_behind(e);
         let status = if limit.is_empty() { Status::FAILURE } else { Status::RESOURCE };
         let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
         Err(self.fail(status, format!("{what} failed: {e}{limit}{hint}")))
@@ -640,9 +639,7 @@ fn set_up(stream: &TcpStream) -> std::io::Result<()> {
 /// Says first what the other end is to check, which the empty buffer takes.
 fn greet(stream: &TcpStream, key: &GroupKey) -> std::io::Result<Dialled> {
     stream.set_nodelay(true)?;
-    let mut nonce = [0; NONCE];
-    fill_random(&mut nonce)?;
-    let (dialled, hello) = Dialled::new(key, nonce, stream.peer_addr()?);
+    let (dialled, hello) = Dialled::new(key, random::bytes()?, stream.peer_addr()?);
     match (&mut &*stream).write(&hello)? {
         n if n == hello.len() => Ok(dialled),
         _ => Err(ErrorKind::BrokenPipe.into()),
@@ -895,6 +892,7 @@ mod tests {
 
     use crate::abort::AbortToken;
     use crate::bindings::neuron::hw::objects::HostCommunicator;
+    use crate::hw::handshake::NONCE;
     use crate::limits::{GATE_PLACES, Limits, TENANT_GATE_PLACES};
     use crate::tenant::{limited, networked};
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use cap_std::ambient_authority;
 use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
-use hw_bridge::patience::stopped_in_all;
+use hw_bridge::os::patience::stopped_in_all;
 use rustix::thread::CpuSet;
 
 use super::{Answer, Trap};
@@ -342,16 +342,7 @@ impl clock::Host for HostState {
 
 impl random::Host for HostState {
     fn get_u64(&mut self) -> Trap<u64> {
-        let mut b = [0u8; 8];
-        let mut got = 0;
-        while got < b.len() {
-            match rustix::rand::getrandom(&mut b[got..], rustix::rand::GetRandomFlags::empty()) {
-                Ok(n) => got += n,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-        Ok(u64::from_le_bytes(b))
+        Ok(u64::from_le_bytes(hw_bridge::os::random::bytes()?))
     }
 }
 

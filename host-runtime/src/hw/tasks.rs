@@ -57,7 +57,7 @@ impl HostState {
             match AbortToken::new() {
                 Ok(a) => a,
                 Err(e) => {
-                    let limit = hw_bridge::exhausted::limit_behind(&e);
+                    let limit = hw_bridge::os::exhausted::limit_behind(&e);
                     let why = format!("a task's abort event could not be made: {e}{limit}");
                     return Err(self.fail(Status::RESOURCE, why));
                 }
@@ -112,7 +112,7 @@ impl HostState {
                 Ok(())
             }
             Err(e) => {
-                let limit = hw_bridge::exhausted::limit_of_threads(&e);
+                let limit = hw_bridge::os::exhausted::limit_of_threads(&e);
                 Err(self.fail(Status::RESOURCE, format!("a task's thread could not be started: {e}{limit}")))
             }
         }

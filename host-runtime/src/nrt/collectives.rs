@@ -8,10 +8,9 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Duration;
 
-use hw_bridge::dtype::{DataType, ReduceOp};
+use hw_bridge::call::{DataType, Op, ReduceOp};
+use hw_bridge::exec::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 use hw_bridge::limits::MAX_LOCAL_RANKS;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 
 use super::communicator::{Communicator, bad};
 use super::plane::{Plane, Seat};

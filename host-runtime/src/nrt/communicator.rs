@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hw_bridge::flight::{self, Counters};
+use hw_bridge::group::flight::{self, Counters};
 use hw_bridge::limits::LANES;
 
 use super::collectives::Engine;
@@ -148,7 +148,7 @@ impl Communicator {
         let (rank, n) = (o.rank, o.nranks);
         let inner = &runtime.0;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
-        hw_bridge::exhausted::room_for(descriptors(rank, n))
+        hw_bridge::os::exhausted::room_for(descriptors(rank, n))
             .map_err(|why| Error::Limit(format!("rank {rank} of {n} cannot join: it {why}")))?;
         let abort = match o.abort {
             Some(a) => a,

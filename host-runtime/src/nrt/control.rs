@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hw_bridge::patience::resumed;
+use hw_bridge::os::patience::resumed;
 use serde::{Deserialize, Serialize};
 use wasmtime::component::Resource;
 
@@ -334,9 +334,9 @@ impl Place {
             routing_id: place.rid,
             pod_id: pod.pod_id,
             pod_type: match pod.pod_type {
-                hw_bridge::device::PodType::None => NecPodType::None,
-                hw_bridge::device::PodType::P2p => NecPodType::P2p,
-                hw_bridge::device::PodType::Switch => NecPodType::Switch,
+                hw_bridge::model::PodType::None => NecPodType::None,
+                hw_bridge::model::PodType::P2p => NecPodType::P2p,
+                hw_bridge::model::PodType::Switch => NecPodType::Switch,
                 _ => NecPodType::Invalid,
             },
             pod_node_id: pod.node_id,

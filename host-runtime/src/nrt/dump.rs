@@ -3,8 +3,8 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use hw_bridge::peers::Control;
-use hw_bridge::sequencer::OpError;
+use hw_bridge::exec::sequencer::OpError;
+use hw_bridge::group::Control;
 
 use crate::hw::objects::CommCore;
 

@@ -9,10 +9,9 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::Arc;
 
-use hw_bridge::dtype::DataType;
-use hw_bridge::hbm::HbmBuf;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::{LocalMem, OpError, Sealed};
+use hw_bridge::call::{DataType, Op};
+use hw_bridge::exec::sequencer::{LocalMem, OpError, Sealed};
+use hw_bridge::memory::hbm::HbmBuf;
 
 use super::collectives::{Engine, call};
 use super::communicator::{Communicator, bad};

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use beacon::{Beacon, Meeting};
 use hmac::Mac;
-use hw_bridge::patience::{passed, stopped_since};
+use hw_bridge::os::patience::{passed, stopped_since};
 use pool::Pool;
 use sealed::Sealed;
 use verdict::{Messages, Refusal, agree, patience};

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::time::{Duration, Instant};
 
-use hw_bridge::patience::{Wait, passed};
-use hw_bridge::peers::RankState;
-use hw_bridge::sequencer::OpError;
+use hw_bridge::exec::sequencer::OpError;
+use hw_bridge::group::RankState;
+use hw_bridge::os::patience::{Wait, passed};
 
 use super::communicator::bad;
 use super::control::{Answer, Ask, Control, Here, Joined, Joining, Patience, Place};
@@ -207,7 +207,7 @@ impl Plane {
 
     /// Makes a control call.
     pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
         // Which is no call.
@@ -413,7 +413,7 @@ impl Plane {
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             // The parent's threads, locks and sockets are behind it; a child lets them be.
             std::mem::forget(self.0.clone());
             return;

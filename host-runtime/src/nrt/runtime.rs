@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use hmac::Mac;
-use hw_bridge::device::{DeviceConfig, DeviceModel};
-use hw_bridge::semaphore::WaitMode;
-use hw_bridge::share::Market;
+use hw_bridge::exec::share::Market;
+use hw_bridge::model::{DeviceConfig, DeviceModel};
+use hw_bridge::os::bell::WaitMode;
 
 use super::communicator::{CommOptions, Communicator};
 use crate::control::Control;
@@ -17,18 +17,16 @@ use crate::enc::Algorithm;
 use crate::enc::table::{Policy, Table};
 use crate::error::Error;
 use crate::forward::{Forward, LoadError};
-use crate::hw;
 use crate::key::{self, GroupKey};
 use crate::limits::{ID_BYTES, Limits};
 use crate::metrics::{self, Eras};
-use crate::net;
 use crate::plugin::for_group;
 use crate::policy::{Network, Policy as TenantPolicy, Share};
 use crate::serve::client::Service;
 use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
 use crate::tenant::{Tenant, lock};
-use crate::vars;
+use crate::{hw, net, vars};
 
 /// How to open a runtime.
 #[derive(Debug, Clone)]
@@ -273,7 +271,7 @@ impl Used {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             // The tasks and the link server are the parent's.
             std::mem::forget(self.tenant.clone());
             return;
@@ -302,7 +300,7 @@ impl Runtime {
     /// [`Error::Service`] for a service that does not answer or does not serve this process.
     pub fn open(mut config: RuntimeConfig) -> Result<Runtime, Error> {
         // Distributions set a low soft limit for the sake of programs that use select(); a rank needs a few for each peer.
-        hw_bridge::exhausted::raise_descriptors();
+        hw_bridge::os::exhausted::raise_descriptors();
         let device = Arc::new(DeviceModel::new(config.device.clone()).map_err(|e| Error::Config(e.to_string()))?);
         if config.examine {
             (config.service, config.control) = (None, false);

@@ -13,8 +13,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel}
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hw_bridge::dtype::{DataType, ReduceOp};
-use hw_bridge::peers::Op;
+use hw_bridge::call::{DataType, Op, ReduceOp};
 
 use super::collectives::{Engine, OwnedReduction, Peers, call};
 use super::communicator::{Within, bad};
@@ -176,7 +175,7 @@ impl Stream {
         work: impl FnOnce(&mut Engine, &mut B) -> Result<(), Error> + Send + 'static,
     ) -> Result<Request<B>, Error> {
         let (stream, rank, timeout) = (self.index, self.core.rank, self.timeout);
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             return Err(Error::Forked { what: format!("stream {stream} of rank {rank}") });
         }
         let (sender, answer) = channel();
@@ -391,7 +390,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         let (orders, thread) = (self.orders.take(), self.thread.take());
-        if hw_bridge::fork::in_child() {
+        if hw_bridge::os::fork::in_child() {
             // The thread and what it waits on are the parent's.
             std::mem::forget((orders, thread));
             return;

@@ -1,8 +1,8 @@
 //! Buffers of a collective: tensors in device memory, or private memory of the process.
 
-use hw_bridge::hbm::HbmBuf;
-use hw_bridge::peers::Op;
-use hw_bridge::sequencer::LocalMem;
+use hw_bridge::call::Op;
+use hw_bridge::exec::sequencer::LocalMem;
+use hw_bridge::memory::hbm::HbmBuf;
 
 use crate::error::Error;
 

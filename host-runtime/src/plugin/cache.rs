@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use cap_std::ambient_authority;
 use cap_std::fs::{Dir, File, Metadata, MetadataExt, OpenOptions, OpenOptionsExt};
-use hw_bridge::reduce::in_default_float_state;
+use hw_bridge::exec::reduce::in_default_float_state;
 use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use wasmtime::Engine;
@@ -265,9 +265,7 @@ fn locked_within(file: &File, patience: Duration) -> bool {
 fn store(component: &Component, dir: &Dir, key: &str) -> std::io::Result<()> {
     let code = component.serialize().map_err(std::io::Error::other)?;
     // Its process's number alone is that of others too, in other threads and PID namespaces.
-    let mut random = [0; 8];
-    hw_bridge::links::fill_random(&mut random)?;
-    let temp = format!("{key}.tmp{:016x}", u64::from_ne_bytes(random));
+    let temp = format!("{key}.tmp{:016x}", u64::from_ne_bytes(hw_bridge::os::random::bytes()?));
     let mut f = dir.open_with(&temp, OpenOptions::new().create(true).truncate(true).write(true).mode(0o600))?;
     f.write_all(MAGIC)?;
     f.write_all(&digest(key, &code))?;

@@ -55,7 +55,7 @@ fn shared() -> Result<&'static Shared, String> {
             let shared: &'static Shared =
                 Box::leak(Box::new(Shared { engine, active: Mutex::new(0), wake: Condvar::new() }));
             std::thread::Builder::new().name("wccl-ticker".into()).spawn(move || tick(shared)).map_err(|e| {
-                let limit = hw_bridge::exhausted::limit_of_threads(&e);
+                let limit = hw_bridge::os::exhausted::limit_of_threads(&e);
                 format!("the deadline ticker could not be started: {e}{limit}")
             })?;
             Ok(shared)

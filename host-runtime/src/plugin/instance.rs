@@ -10,8 +10,8 @@ use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Instant;
 
-use hw_bridge::patience::{Wait, resumed};
-use hw_bridge::reduce::in_default_float_state;
+use hw_bridge::exec::reduce::in_default_float_state;
+use hw_bridge::os::patience::{Wait, resumed};
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 

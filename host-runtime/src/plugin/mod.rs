@@ -114,7 +114,7 @@ pub const DAMAGED: &str = "it does not compile";
 /// Compiles a component that costs no more than `limits` allow, or takes the compiled form from the cache. `digest` is its hash.
 fn compile(engine: &wasmtime::Engine, bytes: &[u8], digest: &str, limits: &Limits) -> Result<Arc<Component>, Denied> {
     cost::within(bytes, limits)?;
-    cache::compile(engine, bytes, digest).map_err(|e| match hw_bridge::exhausted::may_make_code() {
+    cache::compile(engine, bytes, digest).map_err(|e| match hw_bridge::os::exhausted::may_make_code() {
         Ok(()) => format!("{DAMAGED}: {e:#}").into(),
         Err(forbidden) => format!("its code cannot be used: {forbidden}").into(),
     })
@@ -378,10 +378,10 @@ mod tests {
         let state = HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None);
         let instance = Instance::new(&library, state).unwrap();
         let loaded = Loaded { library, instance, version: Version::default(), generation: 0 };
-        let owner = hw_bridge::peers::Owner { pid: 4242, asymmetric: false, mark: [0; 2] };
+        let owner = hw_bridge::group::Owner { pid: 4242, asymmetric: false, mark: [0; 2] };
         let flags = rustix::event::EventfdFlags::CLOEXEC;
         let pidfd = Arc::new(rustix::event::eventfd(0, flags).unwrap());
-        let client = Client { owner, pidfd, hbm: hw_bridge::hbm::Hbm::new(1 << 20).unwrap() };
+        let client = Client { owner, pidfd, hbm: hw_bridge::memory::hbm::Hbm::new(1 << 20).unwrap() };
         loaded.instantiate(&tenant, &abort, Some(0), crate::key::GroupKey::some(), None, Some(client)).unwrap();
         assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);
     }

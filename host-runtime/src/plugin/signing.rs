@@ -20,16 +20,7 @@ impl SecretKey {
     /// # Errors
     /// The kernel has no random numbers.
     pub fn generate() -> std::io::Result<SecretKey> {
-        let mut seed = [0; 32];
-        let mut got = 0;
-        while got < seed.len() {
-            match rustix::rand::getrandom(&mut seed[got..], rustix::rand::GetRandomFlags::empty()) {
-                Ok(n) => got += n,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(e.into()),
-            }
-        }
-        Ok(SecretKey(SigningKey::from_bytes(&seed)))
+        Ok(SecretKey(SigningKey::from_bytes(&hw_bridge::os::random::bytes()?)))
     }
 
     /// Reads what [`SecretKey::text`] has written.

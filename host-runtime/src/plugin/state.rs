@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use hw_bridge::patience::{Wait, passed, stopped_since, was_away};
+use hw_bridge::os::patience::{Wait, passed, stopped_since, was_away};
 use wasmtime::component::{Resource, ResourceTable};
 use wasmtime::{CallHook, ResourceLimiter, Store, UpdateDeadline};
 use wasmtime_wasi::WasiCtx;

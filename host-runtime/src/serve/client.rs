@@ -10,15 +10,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use hw_bridge::dial::dial;
-use hw_bridge::foreign::Mark;
-use hw_bridge::links::Granted;
-use hw_bridge::patience::Wait;
-use hw_bridge::peers::{Control as ControlSegment, Peer};
-use hw_bridge::segment::Segment;
-use hw_bridge::semaphore::{WaitPolicy, asymmetric};
-use hw_bridge::sequencer::Endpoint;
-use hw_bridge::share::Market;
+use hw_bridge::exec::sequencer::Endpoint;
+use hw_bridge::exec::share::Market;
+use hw_bridge::group::{Control as ControlSegment, Peer};
+use hw_bridge::memory::foreign::Mark;
+use hw_bridge::memory::links::Granted;
+use hw_bridge::memory::segment::Segment;
+use hw_bridge::os::bell::{WaitPolicy, asymmetric};
+use hw_bridge::os::dial::dial;
+use hw_bridge::os::patience::Wait;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
@@ -288,7 +288,7 @@ impl Service {
             .map_err(|e| lost(&self.socket, e))?;
         let hbm = runtime.tenant().adopt_hbm(place.core, segment(b, hbm)?);
         let cpus = std::thread::available_parallelism().map_or(1, |c| c.get());
-        hw_bridge::fork::mark_process();
+        hw_bridge::os::fork::mark_process();
         let endpoint =
             Endpoint::of(own, hbm, WaitPolicy::of(runtime.config().wait, nranks, cpus), runtime.tenant().share.clone());
         let core = CommCore::new(comm, endpoint, abort.clone(), runtime.tenant().clone(), None, j.key);

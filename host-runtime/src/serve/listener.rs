@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use hw_bridge::credentials;
+use hw_bridge::os::credentials;
 
 /// The directory in which a socket's name lies: its owner, and its mode.
 #[derive(Debug, Clone, Copy)]

@@ -34,11 +34,11 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use hw_bridge::credentials::{self, Credentials, PeerPid};
-use hw_bridge::hbm::Hbm;
+use hw_bridge::exec::share::{Entered, Market, Register};
 use hw_bridge::limits::REFUSALS_LOGGED;
-use hw_bridge::log_rate::LogRate;
-use hw_bridge::share::{Entered, Market, Register};
+use hw_bridge::memory::hbm::Hbm;
+use hw_bridge::os::credentials::{self, Credentials, PeerPid};
+use hw_bridge::os::log_rate::LogRate;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
@@ -359,7 +359,7 @@ fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
         all.into_iter().fold(0, |sum: u64, (n, each)| sum.saturating_add((n as u64).saturating_mul(each)))
     };
     let need = policies.iter().map(of).fold(0, u64::saturating_add);
-    hw_bridge::exhausted::room_for(need).map_err(|why| format!("what all policies grant {why}; or grant less"))
+    hw_bridge::os::exhausted::room_for(need).map_err(|why| format!("what all policies grant {why}; or grant less"))
 }
 
 /// The directory of sockets, with the lock that says whose it is.

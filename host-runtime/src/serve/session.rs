@@ -10,11 +10,11 @@ use std::sync::mpsc::{Receiver, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use hw_bridge::credentials::{self, Credentials};
-use hw_bridge::peers::Owner;
-use hw_bridge::segment::Segment;
-use hw_bridge::share::{Entered, Register};
-use hw_bridge::shown::one_line;
+use hw_bridge::exec::share::{Entered, Register};
+use hw_bridge::group::Owner;
+use hw_bridge::memory::segment::Segment;
+use hw_bridge::os::credentials::{self, Credentials};
+use hw_bridge::os::shown::one_line;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use super::wire::{Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome};
@@ -65,7 +65,9 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
         }
         let pidfd =
             credentials::process_of_peer(stream, who.pid).map_err(|e| format!("its process cannot be watched: {e}"))?;
-        let session = random().map_err(|e| format!("there are no random bytes: {e}"))?;
+        let session = hw_bridge::os::random::bytes()
+            .map(u128::from_le_bytes)
+            .map_err(|e| format!("there are no random bytes: {e}"))?;
         let (tenant, pidfd) = (hosted.policy.tenant.clone(), Arc::new(pidfd));
         let enter = |m: &Arc<Register>| m.enter(hosted.runtime.tenant().id);
         let entered = hosted.market.as_ref().map(enter).transpose().map_err(|e| e.to_string())?;
@@ -108,13 +110,6 @@ fn greet(hosted: &Arc<Hosted>, stream: &UnixStream, who: &Credentials) -> Result
 /// A client's words, as far as a line of the log and a terminal can have them.
 fn said(text: &str) -> String {
     one_line(&text.chars().take(MAX_WORDS).collect::<String>())
-}
-
-fn random() -> std::io::Result<u128> {
-    let mut bytes = [0; 16];
-    let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
-    // Up to 256 bytes come whole.
-    if got < bytes.len() { Err(std::io::ErrorKind::Interrupted.into()) } else { Ok(u128::from_le_bytes(bytes)) }
 }
 
 /// Reads until the client, its process or the service ends; answers why it ended.

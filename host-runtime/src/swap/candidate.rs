@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hw_bridge::ballot::Vote;
+use hw_bridge::group::ballot::Vote;
 use sha2::{Digest, Sha256};
 use wasmtime::component::Resource;
 
@@ -70,7 +70,7 @@ fn making_room<T: Send>(work: impl FnOnce() -> Result<T, String> + Send) -> Resu
     std::thread::scope(|s| {
         let thread = std::thread::Builder::new().name("wccl-prepare".into()).spawn_scoped(s, work);
         let thread = thread.map_err(|e| {
-            let limit = hw_bridge::exhausted::limit_of_threads(&e);
+            let limit = hw_bridge::os::exhausted::limit_of_threads(&e);
             format!("the thread that prepares the plugin cannot be started: {e}{limit}")
         })?;
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hw_bridge::patience::{passed, resumed};
+use hw_bridge::os::patience::{passed, resumed};
 
 use super::exported::Exported;
 use super::lifecycle;

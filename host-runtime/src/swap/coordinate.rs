@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use hw_bridge::ballot::{Ballot, Decision};
+use hw_bridge::group::ballot::{Ballot, Decision};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
@@ -147,7 +147,8 @@ fn meet(tenant: &str) -> Result<Vec<(UnixStream, Status)>, Error> {
             Err(MessageError::Ended) => {}
             Err(_) if found.gone() => {}
             Err(e) => {
-                let stopped = if hw_bridge::peers::is_stopped(found.pid) { "; its process is stopped" } else { "" };
+                let stopped =
+                    if hw_bridge::os::process::is_stopped(found.pid) { "; its process is stopped" } else { "" };
                 return Err(refused(tenant, format!("pid {} does not answer: {e}{stopped}", found.pid)));
             }
         }
@@ -204,9 +205,7 @@ pub fn coordinate(order: &Order) -> Result<Report, Error> {
         return Err(refused(tenant, "there is no plugin in probation to go back to"));
     }
     let system = |what: &str, source: std::io::Error| Error::System { what: what.into(), source };
-    let mut number = [0; 8];
-    rustix::rand::getrandom(&mut number, rustix::rand::GetRandomFlags::empty())
-        .map_err(|e| system("reading a random number for a swap", e.into()))?;
+    let number = hw_bridge::os::random::bytes().map_err(|e| system("reading a random number for a swap", e))?;
     let id = u64::from_le_bytes(number) | 1;
     let ballot = Ballot::create(id, met.len()).map_err(|e| refused(tenant, e.to_string()))?;
     let Some(fd) = ballot.fd() else { return Err(Error::Bug("a ballot that was just made has no descriptor".into())) };

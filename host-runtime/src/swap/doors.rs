@@ -1,13 +1,13 @@
 //! The doors of a tenant's control plane: every entry into its library passes them, and a swap can hold them shut.
 //!
-//! Data operations pass no door; they have gates of their own ([`hw_bridge::sequencer::Closed`]).
+//! Data operations pass no door; they have gates of their own ([`hw_bridge::exec::sequencer::Closed`]).
 
 use std::cell::Cell;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use hw_bridge::limits::WAIT_STEP;
-use hw_bridge::patience::Wait;
+use hw_bridge::os::patience::Wait;
 
 use crate::error::Error;
 use crate::tenant::lock;

@@ -18,7 +18,7 @@
 //! ```
 //!
 //! Whatever fails before COMMIT leaves the old library running and says why, on all participants: there is one decision
-//! ([`hw_bridge::ballot`]), and only who has seen all participants ready can make it COMMIT. One swap at a time, two versions
+//! ([`hw_bridge::group::ballot`]), and only who has seen all participants ready can make it COMMIT. One swap at a time, two versions
 //! alive at most. Whoever wants a swap ([`coordinate()`]) finds the tenant's control sockets ([`crate::control`]), and may die
 //! at any time.
 //!
@@ -48,8 +48,8 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use hw_bridge::ballot::{Ballot, Decision};
-use hw_bridge::shown::one_line;
+use hw_bridge::group::ballot::{Ballot, Decision};
+use hw_bridge::os::shown::one_line;
 use serde::{Deserialize, Serialize};
 
 pub use coordinate::{Member, Order, Report, cancel, coordinate, status};

@@ -5,8 +5,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hw_bridge::ballot::{Ballot, Decision, Phase, Vote};
-use hw_bridge::sequencer::{Closed, Lacking, Positions};
+use hw_bridge::exec::sequencer::{Closed, Lacking, Positions};
+use hw_bridge::group::ballot::{Ballot, Decision, Phase, Vote};
 
 use super::candidate::{Candidate, Parked, digest_words};
 use super::doors::{Passing, Shut};
@@ -270,7 +270,7 @@ impl Part<'_> {
         let late = self.ballot.missing(phase);
         let pid = late.and_then(|v| self.request.pids.get(v)).copied().unwrap_or(0);
         let stopped =
-            if hw_bridge::peers::is_stopped(pid) { "; its process is stopped (SIGSTOP, a debugger)" } else { "" };
+            if hw_bridge::os::process::is_stopped(pid) { "; its process is stopped (SIGSTOP, a debugger)" } else { "" };
         format!("pid {pid} {what} within {after:?}{stopped}")
     }
 

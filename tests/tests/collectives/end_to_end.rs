@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::exec::reduce;
 use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
-use hw_bridge::reduce;
 
 use crate::common::{HANG, config, releases, world};
 

@@ -11,7 +11,7 @@ use crate::common::{config, world};
 use host_runtime::enc::Algorithm;
 use host_runtime::nrt::{Io, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::reduce::{reduce_scaled_slices, reduce_slices};
+use hw_bridge::exec::reduce::{reduce_scaled_slices, reduce_slices};
 use tests::floats::{self, Digest};
 
 /// A meeting place that nobody else has: loopback addresses are many, and this process's number is in it.

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use host_runtime::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::flight::State;
-use hw_bridge::reduce;
+use hw_bridge::exec::reduce;
+use hw_bridge::group::flight::State;
 
 use crate::common::{bytes_of, config, values_of, world};
 

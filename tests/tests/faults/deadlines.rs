@@ -7,7 +7,7 @@ use host_runtime::DataType;
 use host_runtime::error::Error;
 use host_runtime::nrt::{Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::status::Status;
-use hw_bridge::flight::State;
+use hw_bridge::group::flight::State;
 
 use crate::common::{config, world};
 

@@ -65,7 +65,7 @@ fn a_group_that_fits_one_server_is_flat() {
 fn a_group_by_id_is_flat_even_beyond_one_server() {
     let mut c = config();
     let vars = |name: &str| SMALL.iter().find(|v| v.0 == name).map(|v| v.1.into());
-    c.device = hw_bridge::device::DeviceConfig::from_vars(vars).unwrap();
+    c.device = hw_bridge::model::DeviceConfig::from_vars(vars).unwrap();
     c.virtual_server_size = 2;
     let maker = Runtime::open(c.clone()).unwrap();
     let id = maker.unique_id(4).unwrap();

@@ -131,7 +131,7 @@ fn all_twenty_are_served_and_answer_for_themselves() {
 /// Proves INV-08, INV-12, INV-13.
 #[test]
 fn the_five_with_a_handle_answer_through_a_plugin() {
-    use hw_bridge::device::{HostMem, IncrementRegister};
+    use hw_bridge::model::{HostMem, IncrementRegister};
     use hw_bridge::proxy::{Entry, NetPath};
     use std::collections::HashMap;
     use std::sync::{Arc, Mutex};

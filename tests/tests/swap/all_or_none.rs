@@ -1123,7 +1123,7 @@ fn a_rank_that_is_stopped_at_any_step_leaves_no_mixture() {
         let order = Order { timeout, quiesce, ..patient(&job.tenant, file.path()) };
         let swap = std::thread::spawn(move || coordinate(&order).unwrap());
         let until = Instant::now() + HANG;
-        while !hw_bridge::peers::is_stopped(job.ranks[1].child.id()) {
+        while !hw_bridge::os::process::is_stopped(job.ranks[1].child.id()) {
             assert!(Instant::now() < until && !swap.is_finished(), "{step}: rank 1 did not stop");
             std::thread::sleep(Duration::from_millis(5));
         }

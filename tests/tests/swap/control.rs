@@ -9,7 +9,7 @@ use crate::common::config;
 use crate::common::ranks::start;
 use host_runtime::nrt::Runtime;
 use host_runtime::swap;
-use hw_bridge::dial::dial;
+use hw_bridge::os::dial::dial;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 
 /// An abstract socket, which any user of the machine can bind under any name, and whose backlog is full.

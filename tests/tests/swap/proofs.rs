@@ -158,7 +158,7 @@ fn a_task_serves_with_a_moved_listener() {
 /// The tick through the component and the native one give the same answers, step for step.
 #[test]
 fn the_tick_through_the_component_and_natively_agree() {
-    use hw_bridge::device::IncrementRegister;
+    use hw_bridge::model::IncrementRegister;
     use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
     use std::collections::HashMap;
 

@@ -15,7 +15,7 @@ use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::plugin::signing::SecretKey;
 use host_runtime::policy::Policy;
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::shown::stands;
+use hw_bridge::os::shown::stands;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
 
 use crate::common::{HANG, bytes_of, free_port, plugin_file, values_of};

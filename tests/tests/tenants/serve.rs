@@ -16,9 +16,9 @@ use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use host_runtime::serve::{ServeConfig, Server, identify};
 use host_runtime::swap::{Kind, Order, Outcome, coordinate};
 use host_runtime::{DataType, ReduceOp};
-use hw_bridge::credentials::Credentials;
-use hw_bridge::segment::Segment;
-use hw_bridge::share::Market;
+use hw_bridge::exec::share::Market;
+use hw_bridge::memory::segment::Segment;
+use hw_bridge::os::credentials::Credentials;
 use tests::zoo;
 
 use crate::common::ranks::{Rank, start, start_at};

@@ -7,8 +7,8 @@ use host_runtime::nrt::{Io, Runtime, RuntimeConfig};
 use host_runtime::policy::{Rate, Share};
 use host_runtime::status::Status;
 use host_runtime::{DataType, ReduceOp};
+use hw_bridge::exec::share::{self, Market, Terms};
 use hw_bridge::limits::MARKET_TENANTS;
-use hw_bridge::share::{self, Market, Terms};
 
 use crate::common::{HANG, bytes_of, config, values_of, world};
 

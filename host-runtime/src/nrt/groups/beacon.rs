@@ -42,8 +42,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs, UdpSoc
 use std::time::{Duration, Instant};
 
 use hmac::{Hmac, KeyInit, Mac};
-use hw_bridge::patience::{Wait, passed};
-use hw_bridge::sequencer::Endpoint;
+use hw_bridge::exec::sequencer::Endpoint;
+use hw_bridge::os::patience::{Wait, passed};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sha2::Sha256;
 
@@ -164,8 +164,7 @@ fn tag(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> Hmac
 
 /// What a rank says to rank `to`: head, tag, message.
 pub(super) fn sealed(secret: &[u8; SECRET_BYTES], to: usize, head: &[u8], data: &[u8]) -> std::io::Result<Vec<u8>> {
-    let mut nonce = [0; NONCE_BYTES];
-    hw_bridge::links::fill_random(&mut nonce)?;
+    let nonce: [u8; NONCE_BYTES] = hw_bridge::os::random::bytes()?;
     let head = [head, &nonce].concat();
     let tag = tag(secret, to, &head, data).finalize().into_bytes();
     Ok([&head, &tag[..], data].concat())

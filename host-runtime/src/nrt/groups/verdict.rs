@@ -16,7 +16,7 @@
 
 use std::time::Duration;
 
-use hw_bridge::shown::one_line;
+use hw_bridge::os::shown::one_line;
 
 use super::listed;
 use super::signature::SIGNATURE_BYTES;

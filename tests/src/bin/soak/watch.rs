@@ -182,7 +182,7 @@ mod tests {
     fn what_is_held_is_seen() {
         let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("soak-test-{}", std::process::id()));
         let _socket = std::os::unix::net::UnixListener::bind_addr(&name.unwrap()).unwrap();
-        let file = hw_bridge::segment::Segment::create("soak-test", 4096).unwrap();
+        let file = hw_bridge::memory::segment::Segment::create("soak-test", 4096).unwrap();
         let held = Left::held_by(&[std::process::id()]).unwrap();
         assert!(held.are_gone(&[std::process::id()]).unwrap_err().to_string().contains("process"));
         assert!(held.are_gone(&[]).unwrap_err().to_string().contains("socket"));

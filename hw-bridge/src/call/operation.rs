@@ -1,0 +1,165 @@
+//! The operations that ranks do together, and what each rank says it is about to do.
+
+use super::types::{DataType, ReduceOp};
+
+/// Collective operations, as numbers in op headers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Op {
+    /// Every rank gets the reduction of all inputs.
+    AllReduce = 1,
+    /// Every rank gets the concatenation of all inputs.
+    AllGather = 2,
+    /// Rank r gets block r of the reduction.
+    ReduceScatter = 3,
+    /// Every rank gets the root's input.
+    Broadcast = 4,
+    /// The root gets the reduction.
+    Reduce = 5,
+    /// Rank r gets block r of every rank.
+    AllToAll = 6,
+    /// Every rank sends to one and receives from one.
+    SendRecv = 7,
+    /// Nothing moves; nobody leaves before all have come.
+    Barrier = 8,
+    /// All-gather of blocks of different sizes.
+    AllGatherV = 9,
+    /// Reduce-scatter of blocks of different sizes.
+    ReduceScatterV = 10,
+    /// All-to-all of blocks of different sizes.
+    AllToAllV = 11,
+    /// The root gets the concatenation of all inputs.
+    Gather = 12,
+    /// Rank r gets block r of the root's input.
+    Scatter = 13,
+    /// Some pairs: each rank sends to one at most and receives from one at most, and all know the pairs.
+    Permute = 14,
+    /// Sends and receives issued as one.
+    Group = 15,
+}
+
+impl Op {
+    /// All of them.
+    pub const ALL: [Op; 15] = [
+        Op::AllReduce,
+        Op::AllGather,
+        Op::ReduceScatter,
+        Op::Broadcast,
+        Op::Reduce,
+        Op::AllToAll,
+        Op::SendRecv,
+        Op::Barrier,
+        Op::AllGatherV,
+        Op::ReduceScatterV,
+        Op::AllToAllV,
+        Op::Gather,
+        Op::Scatter,
+        Op::Permute,
+        Op::Group,
+    ];
+
+    /// The name users know.
+    pub fn name(self) -> &'static str {
+        match self {
+            Op::AllReduce => "all_reduce",
+            Op::AllGather => "all_gather",
+            Op::ReduceScatter => "reduce_scatter",
+            Op::Broadcast => "broadcast",
+            Op::Reduce => "reduce",
+            Op::AllToAll => "all_to_all",
+            Op::SendRecv => "send_recv",
+            Op::Barrier => "barrier",
+            Op::AllGatherV => "all_gather_v",
+            Op::ReduceScatterV => "reduce_scatter_v",
+            Op::AllToAllV => "all_to_all_v",
+            Op::Gather => "gather",
+            Op::Scatter => "scatter",
+            Op::Permute => "permute",
+            Op::Group => "group",
+        }
+    }
+
+    fn from_u8(v: u8) -> Option<Op> {
+        Op::ALL.into_iter().find(|o| *o as u8 == v)
+    }
+}
+
+/// What a rank says it is about to do. Ranks whose headers differ are in different calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct OpHeader {
+    /// The collective.
+    pub op: Op,
+    /// Element type.
+    pub dtype: DataType,
+    /// Reduction, for those that reduce.
+    pub redop: Option<ReduceOp>,
+    /// Root, for those that have one, else 0.
+    pub root: u16,
+    /// Algorithm number; ranks that chose differently cannot work together.
+    pub algorithm: u8,
+    /// Whether buffers are private memory (staged) rather than device memory, and whether in place where it matters.
+    pub flags: u8,
+    /// Elements, as the caller counted them.
+    pub count: u64,
+}
+
+impl OpHeader {
+    /// `digest` with this header in it (FNV-1a over the packed words).
+    pub(crate) fn digest(&self, digest: u32) -> u32 {
+        let bytes = [self.pack().to_le_bytes(), self.count.to_le_bytes()];
+        bytes.iter().flatten().fold(digest, |d, b| (d ^ u32::from(*b)).wrapping_mul(16_777_619))
+    }
+
+    pub(crate) fn pack(&self) -> u64 {
+        let redop = self.redop.map_or(0xFF, |r| r as u8);
+        u64::from(self.op as u8)
+            | (self.dtype as u64 & 0xFF) << 8
+            | u64::from(redop) << 16
+            | u64::from(self.flags) << 24
+            | u64::from(self.root) << 32
+            | u64::from(self.algorithm) << 48
+    }
+}
+
+/// A header in words, from the two packed ones of a peer.
+pub(crate) fn describe(packed: u64, count: u64) -> String {
+    let byte = |at: u32| (packed >> at) as u8;
+    let op = Op::from_u8(byte(0)).map_or("unknown operation", Op::name);
+    let mut s = op.to_string();
+    if op == "barrier" {
+        return s;
+    }
+    if let Some(d) = DataType::from_nrt(u32::from(byte(8))) {
+        s += &format!(" {d}");
+    }
+    if let Some(r) = ReduceOp::ALL.into_iter().chain([ReduceOp::PreMulSum]).find(|r| *r as u8 == byte(16)) {
+        s += &format!(" {r}");
+    }
+    s += &format!(" count {count}");
+    if matches!(Op::from_u8(byte(0)), Some(Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)) {
+        s += &format!(" root {}", (packed >> 32) as u16);
+    }
+    let flags = byte(24);
+    if flags & FLAG_PRIVATE != 0 {
+        s += " private memory";
+    }
+    if flags & FLAG_IN_PLACE != 0 {
+        s += " in place";
+    }
+    s + " by " + ALGORITHMS.get(usize::from(byte(48))).unwrap_or(&"an unknown algorithm")
+}
+
+/// Names of the numbers that [`OpHeader::algorithm`] holds; the algorithms themselves are the runtime's.
+pub const ALGORITHMS: [&str; 9] =
+    ["no algorithm", "one-hop", "mesh", "ring", "staged", "halving", "tree", "two-level", "direct"];
+
+impl std::fmt::Display for OpHeader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&describe(self.pack(), self.count))
+    }
+}
+
+/// Flag of [`OpHeader`]: the buffers are private memory of each process.
+pub const FLAG_PRIVATE: u8 = 1;
+/// Flag of [`OpHeader`]: input and output are the same memory, where that changes the schedule.
+pub const FLAG_IN_PLACE: u8 = 2;

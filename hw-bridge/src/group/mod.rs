@@ -1,0 +1,47 @@
+//! The control channel of a communicator inside a server: arrivals, op headers, deaths, aborts.
+//!
+//! Every rank owns one *control segment* and maps those of its peers. Only the owner writes its block and its lanes;
+//! peers read them, and write nothing but its bells. The channel never passes through a plugin, so it works while a
+//! plugin hangs.
+//!
+//! ```text
+//! 0        ident | state + reason                            (one 4 KiB block)
+//! 4 KiB    lane 0 | lane 1 | ... LANES                       (lane 0: blocking calls; the others: streams)
+//!
+//! lane     progress | bell | tally | flight records          (8 KiB, hot words on lines of their own)
+//!          slot 0 | slot 1 | ... SLOTS                       (a 64-byte record, then the payload)
+//!          stage in 0 | in 1 | result 0 | result 1           (STAGE_BYTES each, touched by private buffers only)
+//!          large 0 | large 1 | ... LARGE_SLOTS               (payloads that are too large for the place beside a record)
+//! ```
+//!
+//! A lane is a sequence of operations of its own: operations of different lanes run side by side and never wait for each
+//! other. *progress* is `sequence << 16 | step`, only ever rises, and is the one word peers wait on. Step 1 is "arrived", and
+//! [`STEP_DONE`] is "has read all it wanted of its peers". A *slot* is the arrival record of operation `sequence`, in
+//! slot `sequence % SLOTS`; its tag is written last. A rank reuses a slot, or the place of a large payload, only after every
+//! linked peer is done with the operation it held.
+//!
+//! What a peer writes is an allegation: headers are compared, offsets checked against the mapping, texts cleaned.
+//!
+//! | room | owns |
+//! |---|---|
+//! | `layout` | where everything lies in a control segment |
+//! | `control` | one rank's segment: who it is, how it stands |
+//! | `lanes` | a lane of it: arrival records, payloads, progress |
+//! | `peers` | a linked peer; ending a communicator's operations |
+//! | [`flight`] | what a lane did: counters, the last operations |
+//! | [`ballot`] | one decision that several processes come to |
+
+#[expect(unsafe_code, reason = "mapped words that several processes share")]
+pub mod ballot;
+#[expect(unsafe_code, reason = "mapped words that the ranks share")]
+mod control;
+pub mod flight;
+#[expect(unsafe_code, reason = "mapped words that the ranks share")]
+mod lanes;
+mod layout;
+mod peers;
+
+pub use control::{Control, Owner, RankState};
+pub use lanes::{Aside, LaneView};
+pub use layout::{CONTROL_BYTES, CONTROL_NAME, NO_RANK, STEP_ARRIVED, STEP_DONE};
+pub use peers::{Abort, Peer};
