@@ -162,14 +162,18 @@ impl HostState {
     }
 
     fn gone<T>(&mut self, ms: u32, what: String) -> Answer<T> {
+        self.left(Status::CLOSED, ms, what)
+    }
+
+    fn left<T>(&mut self, status: Status, ms: u32, what: String) -> Answer<T> {
         // The peer may have ended for the same abort, as a root's task does, and be quicker: what the user did is what is said.
         if self.abort.aborted() {
             return self.ended(&format!("{what}: the communicator"));
         }
         if ms <= LOOK_MS {
-            return Err(Status::CLOSED.into());
+            return Err(status.into());
         }
-        Err(self.fail(Status::CLOSED, what))
+        Err(self.fail(status, what))
     }
 
     fn ended<T>(&mut self, what: &str) -> Answer<T> {
@@ -351,6 +355,10 @@ impl HostState {
         let mut told = false;
         // What is behind it, even if the other side has gone meanwhile.
         let mut starved = None;
+        // Who listens there may be about to go: it is not dialled again and again.
+        if self.absent.take() == Some(addr) && matches!(self.pause(BACKOFF.1, until), Wait::Ended) {
+            return self.ended(&format!("connecting to {addr}"));
+        }
         loop {
             let e = match self.attempt(&addr, until) {
                 // A port of the kernel's own range on which nobody listens yet may be given to this very socket.
@@ -536,13 +544,12 @@ impl HostState {
         if why != Unproven::Closed {
             return Err(self.fail(Status::FAILURE, format!("{to} is not of this group: {why}")));
         }
-        self.gone(
-            ms,
-            format!(
-                "RX, connection closed by remote peer {to} before it had shown that it knows the group's key: it has ended, or it is \
-                 of another group or job (WCCL_JOB_SECRET must be the same for all ranks that meet at host:port)"
-            ),
-        )
+        let what = format!(
+            "RX, connection closed by remote peer {to} before it had shown that it knows the group's key: it has ended, or it is \
+             of another group or job (WCCL_JOB_SECRET must be the same for all ranks that meet at host:port)"
+        );
+        self.absent = Some(to);
+        self.left(Status::UNINITIALIZED, ms, what)
     }
 
     fn do_send(&mut self, handle: &Resource<ConnectionObject>, data: &[u8], ms: u32) -> Trap<Answer<()>> {
@@ -980,7 +987,7 @@ mod tests {
         talk((&mut rank, &far), (&mut root, &near));
         foreign.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         assert_eq!(foreign.read(&mut [0]).unwrap_or(0), 0, "who is no member is closed");
-        assert!(other.do_recv(&lost, 1, LONG).unwrap().is_err());
+        assert!(matches!(other.do_recv(&lost, 1, LONG).unwrap(), Err(s) if Status::from(&s) == Status::UNINITIALIZED));
         let why = said(&mut other);
         assert!(why.contains("before it had shown that it knows the group's key"), "{why}");
         drop(mute);

@@ -57,6 +57,8 @@ pub struct HostState {
     pub(crate) key: Option<GroupKey>,
     /// Where the root of the id listens by which it joins, if it joins by one.
     pub(crate) root: Option<SocketAddr>,
+    /// Who was dialled last and left before it had shown that it is of the group.
+    pub(crate) absent: Option<SocketAddr>,
     /// The host name of the root as its program wrote it, if it joins at `host:port`: it may be looked up.
     pub(crate) root_name: Option<String>,
     /// Everything that is logged on behalf of this instance stands in it.
@@ -122,6 +124,7 @@ impl HostState {
             client: None,
             key: None,
             root: None,
+            absent: None,
             root_name: None,
             published: Vec::new(),
             entry: "",

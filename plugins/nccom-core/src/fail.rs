@@ -18,6 +18,9 @@ pub enum Code {
     Uninitialized,
     /// 14 NRT_CLOSED
     Closed,
+    /// What was dialled ended the connection before it had shown that it is of the group, as a host function says by 13
+    /// NRT_UNINITIALIZED: nobody of the group may have been there yet. Callers and other ranks are told that it is closed.
+    Absent,
     /// Any other number, as a host function gave it.
     Other(u32),
 }
@@ -31,9 +34,14 @@ impl Code {
             Code::InvalidHandle => 3,
             Code::Timeout | Code::Overdue => 5,
             Code::Uninitialized => 13,
-            Code::Closed => 14,
+            Code::Closed | Code::Absent => 14,
             Code::Other(n) => n,
         }
+    }
+
+    /// The other end is gone.
+    pub fn is_closed(self) -> bool {
+        matches!(self, Code::Closed | Code::Absent)
     }
 
     /// A wait was in vain.

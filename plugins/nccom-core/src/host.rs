@@ -23,7 +23,7 @@ impl Code {
             Code::InvalidHandle => NrtStatus::InvalidHandle,
             Code::Timeout | Code::Overdue => NrtStatus::Timeout,
             Code::Uninitialized => NrtStatus::Uninitialized,
-            Code::Closed => NrtStatus::Closed,
+            Code::Closed | Code::Absent => NrtStatus::Closed,
             Code::Other(n) => NrtStatus::Other(n),
         }
     }
@@ -46,6 +46,14 @@ impl From<NrtStatus> for Failure {
             _ => Code::Failure,
         };
         Failure::new(code, "")
+    }
+}
+
+/// What a send or a receive on a connection answers.
+fn of_connection(s: NrtStatus) -> Failure {
+    match s {
+        NrtStatus::Uninitialized => Failure::new(Code::Absent, ""),
+        s => s.into(),
     }
 }
 
@@ -117,14 +125,14 @@ impl Sockets for HostSockets {
     }
 
     fn send(&self, conn: &Connection, data: &[u8], ms: u32) -> Result<(), Failure> {
-        Ok(sockets::send(conn, data, ms)?)
+        sockets::send(conn, data, ms).map_err(of_connection)
     }
 
     fn recv(&self, conn: &Connection, bytes: usize, ms: u32) -> Result<Vec<u8>, Failure> {
         if bytes == 0 {
             return Ok(Vec::new());
         }
-        Ok(sockets::recv(conn, bytes as u32, ms)?)
+        sockets::recv(conn, bytes as u32, ms).map_err(of_connection)
     }
 
     fn now_ms(&self) -> u64 {

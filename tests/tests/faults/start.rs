@@ -142,6 +142,24 @@ fn a_root_port_that_stays_taken_is_named() {
     has(&e, &["starting the bootstrap root at", &root, "stayed in use", "choose another port"]);
 }
 
+/// The root of a group that is over, or one of another job, may still listen where the own one will: who has dialled it waits for
+/// its own.
+#[test]
+fn a_rank_that_met_another_groups_root_joins_its_own() {
+    let over = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let root = over.local_addr().unwrap().to_string();
+    let mut second = some(2, &root, &[1], |_| vec![]);
+    // One is closed in good order, one has been let in by nobody when the other root goes.
+    drop(over.accept().unwrap());
+    let queued = rustix::event::PollFd::new(&over, rustix::event::PollFlags::IN);
+    let most = rustix::event::Timespec { tv_sec: HANG.as_secs() as i64, tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut [queued], Some(&most)).unwrap(), 1);
+    drop(over);
+    let mut first = some(2, &root, &[0], |_| vec![]);
+    first[0].good();
+    second[0].good();
+}
+
 #[test]
 fn many_joins_in_one_process_and_many_runs_on_one_port_need_no_waiting() {
     let _one = alone();

@@ -81,14 +81,17 @@ impl<S: Sockets> Group<S> {
         let (root, answer) = loop {
             let left = until.saturating_sub(s.now_ms()) as u32;
             let root = s.connect(&j.root, left.max(1)).map_err(at_root)?;
-            send_message(s, &root, info.kind(), &info.encode(), ms).map_err(at_root)?;
-            // The root's clock began with the first report, so this wait is the longer one.
-            let (kind, payload) = recv_any(s, &root, &mut header, MAX_REFUSAL, ms)
-                .map_err(|e| at_root(hear_out(s, &root, &j.root, &mut header, ms, e)))?;
-            match kind {
-                // The root of an earlier attempt, which is over; ours will listen here when that one is gone.
-                Kind::Complete if s.now_ms() < until => drop(root),
-                _ => break (root, expect(kind, payload, Kind::InfoFromRoot, ANSWER_BYTES).map_err(at_root)?),
+            let answer = send_message(s, &root, info.kind(), &info.encode(), ms)
+                // The root's clock began with the first report, so this wait is the longer one.
+                .and_then(|()| recv_any(s, &root, &mut header, MAX_REFUSAL, ms));
+            match answer {
+                // The root of an earlier attempt, or of another group, which is over; ours will listen here when that one is gone.
+                Ok((Kind::Complete, _)) if s.now_ms() < until => {}
+                Err(e) if e.code == Code::Absent && s.now_ms() < until => {}
+                Ok((kind, payload)) => {
+                    break (root, expect(kind, payload, Kind::InfoFromRoot, ANSWER_BYTES).map_err(at_root)?);
+                }
+                Err(e) => return Err(at_root(hear_out(s, &root, &j.root, &mut header, ms, e))),
             }
         };
         let answer = RootAnswer::decode(&answer)?;
@@ -225,7 +228,7 @@ impl<S: Sockets> Group<S> {
     /// there sees no more than that; the reason is on its way around the ring.
     pub fn first_cause(&mut self, s: &S, e: Failure) -> Failure {
         let Some(prev) = &self.prev else { return e };
-        if e.origin.is_some() || !matches!(e.code, Code::Closed | Code::Timeout) {
+        if e.origin.is_some() || !(e.code.is_closed() || e.code == Code::Timeout) {
             return e;
         }
         if let Some(told) = reason(s, prev, &mut self.heard, REASON_MS.min(self.timeout_ms)) {
@@ -234,7 +237,7 @@ impl<S: Sockets> Group<S> {
         let before = self.before();
         match watch_prev(s, prev, &mut self.heard, before) {
             Err(told) if told.origin.is_some() => told,
-            Err(ended) if ended.code == Code::Closed => gone(before, e),
+            Err(ended) if ended.code.is_closed() => gone(before, e),
             // It is there, or this rank may not look any more.
             _ => e,
         }
@@ -287,7 +290,7 @@ impl<S: Sockets> Group<S> {
     /// the ring.
     fn of_next(&self, s: &S, prev: &S::Conn, header: &mut Option<Header>, e: Failure) -> Failure {
         let next = (self.rank + 1) % self.nranks;
-        if e.code != Code::Closed {
+        if !e.code.is_closed() {
             return missed(e, next).during(&format!("rank {next} takes nothing"));
         }
         reason(s, prev, header, REASON_MS.min(self.timeout_ms)).unwrap_or_else(|| gone(next, e))
@@ -309,7 +312,7 @@ impl<S: Sockets> Group<S> {
         if e.origin.is_some() {
             return e;
         }
-        if e.code == Code::Closed {
+        if e.code.is_closed() {
             return gone(from, e);
         }
         if !e.code.is_late() {
@@ -460,7 +463,7 @@ fn watch_prev<S: Sockets>(s: &S, prev: &S::Conn, heard: &mut Option<Header>, fro
         match s.recv(prev, Header::BYTES, 0) {
             Ok(b) => *heard = Some(Header::decode(&b)?),
             Err(e) if e.code == Code::Timeout => return Ok(()),
-            Err(e) if e.code == Code::Closed => return Err(gone(from, e)),
+            Err(e) if e.code.is_closed() => return Err(gone(from, e)),
             // This rank's own: the operation's deadline has passed, say.
             Err(e) => return Err(e),
         }

@@ -271,7 +271,7 @@ pub fn serve<S: Sockets>(
         see_off(s, listener, &mut lobby, duty, &visitors, || Ok(()))
     });
     match ended {
-        Ok(()) => complete(s, &visitors),
+        Ok(()) => complete(s, &visitors, &lobby),
         Err(e) => {
             refuse_all(s, listener, &mut lobby, duty, &visitors, &e);
             Err(e)
@@ -279,11 +279,11 @@ pub fn serve<S: Sockets>(
     }
 }
 
-/// All have joined: the ranks need this root no more.
-fn complete<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>]) -> Result<(), Failure> {
-    for v in visitors {
+/// All have joined: the ranks need this root no more. Who waits in the lobby is of another group, as soon as this one is told.
+fn complete<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>], lobby: &Lobby<S::Conn>) -> Result<(), Failure> {
+    for conn in visitors.iter().map(|v| &v.conn).chain(lobby.who().map(|(conn, _)| conn)) {
         // One that has left just now is found by its ring neighbours.
-        let _ = send_message(s, &v.conn, Kind::Complete, &[], HELLO_MS);
+        let _ = send_message(s, conn, Kind::Complete, &[], HELLO_MS);
     }
     Ok(())
 }
@@ -426,7 +426,7 @@ pub fn serve_local<S: Sockets>(
             .map_err(|e| hear_out(s, conn, root, &mut header, duty.timeout_ms, e))
     })();
     match result {
-        Ok(_) => complete(s, &visitors),
+        Ok(_) => complete(s, &visitors, &lobby),
         Err(e) => {
             visitors.iter().for_each(|v| refuse(s, &v.conn, &e));
             // The global root then fails the whole group at once instead of waiting.
@@ -535,8 +535,7 @@ fn collect_local<S: Sockets>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::wire::RootId;
-    use super::super::wire::parse_root_id;
+    use super::super::wire::{RootId, parse_root_id};
     use super::*;
 
     fn info(rank: i32, nranks: i32, port: u16) -> Info {
