@@ -6,8 +6,8 @@
 
 use std::process::ExitCode;
 
-use host_runtime::enc::table::{Decision, Policy, Why};
-use host_runtime::enc::{self, Algorithm, Call};
+use enc::table::{Decision, Policy, Why};
+use enc::{Algorithm, Call};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
 use serde::{Deserialize, Serialize};

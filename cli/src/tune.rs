@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use host_runtime::enc::Algorithm;
-use host_runtime::enc::table::{Memory as Where, Policy, Row, Table};
+use enc::Algorithm;
+use enc::table::{Memory as Where, Policy, Row, Table};
 use host_runtime::nrt::RuntimeConfig;
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use host_runtime::enc::Algorithm;
+use enc::Algorithm;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp, vars};

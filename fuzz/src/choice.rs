@@ -1,9 +1,9 @@
 //! What decides and what is executed: tables of choices, schedules.
 
 use arbitrary::{Result, Unstructured};
-use host_runtime::enc::check::{Member, check};
-use host_runtime::enc::table::{Memory, Policy, Table};
-use host_runtime::enc::{Algorithm, Call, Lists, Move, compile_with, explain, serves};
+use enc::check::{Member, check};
+use enc::table::{Memory, Policy, Table};
+use enc::{Algorithm, Call, Lists, Move, compile_with, explain, serves};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
@@ -232,7 +232,7 @@ fn made_up(
         panic!("a barrier of {n} ranks does not compile");
     };
     let mut s = Schedule::clone(&empty);
-    let sizes = host_runtime::enc::sizes(call, lists, rank, n);
+    let sizes = enc::sizes(call, lists, rank, n);
     let reduces = matches!(call.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV);
     s.header.op = call.op;
     s.header.redop = reduces.then_some(call.redop);

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use host_runtime::nrt::groups::fuzzing;
-use host_runtime::{DataType, ReduceOp, enc};
+use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem};
 use hw_bridge::exec::share::{Market, Share, Terms};

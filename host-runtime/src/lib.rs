@@ -6,7 +6,6 @@
 //! | room | holds |
 //! |---|---|
 //! | [`nrt`] | the public API |
-//! | [`enc`] | algorithms and schedules |
 //! | [`forward`] | the 37-slot table, gate 89, the sentinel, the wrappers |
 //! | [`reverse`] | the 16 + 4 callbacks |
 //! | [`hw`] | the host side of `neuron:hw` |
@@ -31,7 +30,6 @@
 pub mod abort;
 pub mod bindings;
 pub mod control;
-pub mod enc;
 pub mod error;
 pub mod forward;
 pub mod hw;

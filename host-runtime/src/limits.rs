@@ -96,10 +96,6 @@ pub const MAX_QUESTION_BYTES: usize = 64 << 10;
 pub const MAX_VISITORS: usize = 16;
 /// Bytes of a tenant's name that stand in the name of its sockets as they are.
 pub const MAX_TENANT_TAG: usize = 40;
-/// Bytes of the text of a choice table.
-pub const MAX_TABLE_BYTES: usize = 1 << 20;
-/// Rows of a choice table: each is compared with all before it when it is read.
-pub const MAX_TABLE_ROWS: usize = 2048;
 /// Streams of a communicator's groups (NEC_MAX_STREAM_N).
 pub const GROUP_STREAMS: u32 = 4;
 /// Connections of a listener that have not shown yet that they are of the group.

@@ -10,7 +10,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use common::{config, world};
-use host_runtime::enc::Algorithm;
+use enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::policy::{Rate, Share};
 use host_runtime::{DataType, ReduceOp};
@@ -188,7 +188,7 @@ fn part(count: usize, n: usize, i: usize) -> usize {
 /// Bytes (copied, read as sources of reductions) by one rank. `b` is the bytes of a block: of the vector (all_reduce,
 /// broadcast, reduce, send_recv), of one rank's share (the others).
 ///
-/// Where the formulae come from: each algorithm's description in `host_runtime::enc`; what each rank must at least read
+/// Where the formulae come from: each algorithm's description in `enc`; what each rank must at least read
 /// and write of an operation is in Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
 /// MPICH" (2005), section 4.
 fn theory(algorithm: Algorithm, op: Op, rank: usize, n: usize, count: usize, in_place: bool) -> (usize, usize) {

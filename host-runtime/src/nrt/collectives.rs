@@ -15,10 +15,10 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use super::communicator::{Communicator, bad};
 use super::plane::{Plane, Seat};
 use super::tensor::{Io, Shape, Tensor, resolve};
-use crate::enc::table::{Policy, Why};
-use crate::enc::{self, Algorithm, Call, Lists};
 use crate::error::Error;
 use crate::limits::{MAX_LISTED, MAX_LISTED_BYTES, MAX_SCHEDULES, PACK_BYTES};
+use enc::table::{Policy, Why};
+use enc::{Algorithm, Call, Lists};
 
 /// Whom send_recv sends to and receives from; `None` for nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

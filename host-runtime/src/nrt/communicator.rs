@@ -16,11 +16,11 @@ use super::streams::Stream;
 use super::tensor::Tensor;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
-use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
 use crate::key::{self, GroupKey};
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
+use enc::table::Policy;
 
 /// How the ranks of a group find one another.
 #[derive(Clone)]

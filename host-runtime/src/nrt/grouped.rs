@@ -17,10 +17,10 @@ use super::collectives::{Engine, call};
 use super::communicator::{Communicator, bad};
 use super::streams::{Request, Stream};
 use super::tensor::Tensor;
-use crate::enc::{Call, Lists, Move};
 use crate::error::Error;
 use crate::hw::objects::CommCore;
 use crate::limits::{GROUP_AT_ONCE, MAX_GROUP};
+use enc::{Call, Lists, Move};
 
 /// Words of one description.
 const WORDS: usize = 3;

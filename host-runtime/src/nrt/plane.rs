@@ -19,7 +19,6 @@ use super::dump;
 use super::runtime::Runtime;
 use crate::abort::AbortToken;
 use crate::bindings::exports::neuron::nccom::collectives::CommInfo;
-use crate::enc::table::Policy;
 use crate::error::Error;
 use crate::hw::objects::{Client, CommCore};
 use crate::limits::FREE_PATIENCE;
@@ -28,6 +27,7 @@ use crate::status::Status;
 use crate::swap::Checkpoint;
 use crate::swap::doors::Inside;
 use crate::turns::Turns;
+use enc::table::Policy;
 
 /// A wait that has no end by its caller's word ends all the same.
 const ENDLESS: Duration = Duration::from_secs(365 * 86_400);

@@ -13,8 +13,6 @@ use hw_bridge::os::bell::WaitMode;
 
 use super::communicator::{CommOptions, Communicator};
 use crate::control::Control;
-use crate::enc::Algorithm;
-use crate::enc::table::{Policy, Table};
 use crate::error::Error;
 use crate::forward::{Forward, LoadError};
 use crate::key::{self, GroupKey};
@@ -27,6 +25,8 @@ use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
 use crate::tenant::{Tenant, lock};
 use crate::{hw, net, vars};
+use enc::Algorithm;
+use enc::table::{Policy, Table};
 
 /// How to open a runtime.
 #[derive(Debug, Clone)]

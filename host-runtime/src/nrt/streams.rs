@@ -18,9 +18,9 @@ use hw_bridge::call::{DataType, Op, ReduceOp};
 use super::collectives::{Engine, OwnedReduction, Peers, call};
 use super::communicator::{Within, bad};
 use super::tensor::{Io, Tensor};
-use crate::enc::Call;
 use crate::error::Error;
 use crate::hw::objects::CommCore;
+use enc::Call;
 
 /// Buffers of an operation in the background, which it owns meanwhile.
 #[derive(Debug)]

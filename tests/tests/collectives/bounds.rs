@@ -3,7 +3,7 @@
 //! Private buffers lie against pages that may not be accessed, so that a touch ends the test program with SIGSEGV. In
 //! device memory, where peers reach a whole arena, the bytes around a buffer are compared.
 
-use host_runtime::enc::Algorithm;
+use enc::Algorithm;
 use host_runtime::error::Error;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use host_runtime::enc::Algorithm;
-use host_runtime::enc::table::Table;
+use enc::Algorithm;
+use enc::table::Table;
 use host_runtime::error::Error;
 use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use host_runtime::enc::Algorithm;
+use enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::reduce;

@@ -6,7 +6,7 @@
 
 pub(super) mod scalar;
 
-use host_runtime::enc::Algorithm;
+use enc::Algorithm;
 use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
 use host_runtime::{DataType, ReduceOp};
 use scalar::{Codec, layout, reduced};

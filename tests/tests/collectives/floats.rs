@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use super::exact::scalar::{self, Codec, reduced};
 use crate::common::ranks::spawn;
 use crate::common::{config, world};
-use host_runtime::enc::Algorithm;
+use enc::Algorithm;
 use host_runtime::nrt::{Io, RuntimeConfig};
 use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::reduce::{reduce_scaled_slices, reduce_slices};

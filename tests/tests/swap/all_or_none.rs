@@ -728,7 +728,7 @@ fn rings_change_on_all_ranks_between_the_same_two_operations() {
     let job = Job::start_with(
         "rings",
         3,
-        |_, c| c.algorithm = Some(host_runtime::enc::Algorithm::Ring),
+        |_, c| c.algorithm = Some(enc::Algorithm::Ring),
         move |comm, op| {
             let (rank, n) = (comm.rank(), comm.nranks() as u32);
             first.get_or_init(|| comm.rings());

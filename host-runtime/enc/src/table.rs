@@ -34,12 +34,15 @@ use hw_bridge::limits::LARGE_SLOT_BYTES;
 use hw_bridge::os::shown::one_line;
 
 use super::{Algorithm, Call, Lists, choose, direct_above, one_hop_limit, serves};
-use crate::limits::{MAX_TABLE_BYTES, MAX_TABLE_ROWS};
 
 /// The word that begins a table.
 const FORMAT: &str = "wccl-tune";
 /// The version of the format.
 const VERSION: &str = "1";
+/// Bytes of the text of a table.
+pub const MAX_TABLE_BYTES: usize = 1 << 20;
+/// Rows of a table: each is compared with all before it when it is read.
+pub const MAX_TABLE_ROWS: usize = 2048;
 
 /// Where buffers lie, as far as the choice depends on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -19,6 +19,15 @@
 //! Reductions take their sources in rank order (the ring: in ring order), so all ranks get the same bits. Averages of floats
 //! are taken only where one rank has all sources of an element at once (one-hop, mesh, staged), and are finite where the
 //! sources are.
+//!
+//! | room | owns |
+//! |---|---|
+//! | [`check`], `proofs` | whether a schedule does what it is for, in every order of events |
+//! | [`table`] | the choice among algorithms by size, measured |
+//! | `one_hop`, `ring`, `halving`, `tree`, `two_level`, `device`, `private`, `moves` | the algorithms |
+//! | `explain` | a schedule in words |
+
+#![forbid(unsafe_code)]
 
 pub mod check;
 mod device;
