@@ -8,9 +8,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use host_runtime::error::Error;
-use host_runtime::limits::Limits;
-use host_runtime::nrt::{CommOptions, Runtime, RuntimeConfig};
+use sandbox::error::Error;
+use sandbox::limits::Limits;
+use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
 
 use crate::load::{Load, Sum, lost_and_wrong, percentile_ms};
 use crate::term::Progress;

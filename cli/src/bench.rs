@@ -5,9 +5,9 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::ArgAction;
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
+use wccl::{DataType, ReduceOp};
 
 use crate::collective::{self, Buffers, Memory};
 use crate::measure::{self, Times, number};

@@ -1,10 +1,10 @@
 //! Collectives as the command line knows them: names, shapes, buffers, the call itself, and the check of its result.
 
 use anyhow::Context;
-use host_runtime::nrt::{Communicator, Io, Peers, Tensor};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
+use wccl::nrt::{Communicator, Io, Peers, Tensor};
+use wccl::{DataType, ReduceOp};
 
 use crate::reference::{Pattern, Tile, wrong_elements};
 
@@ -367,7 +367,7 @@ impl Case {
     ///
     /// # Errors
     /// The runtime's.
-    pub fn issue(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), host_runtime::error::Error> {
+    pub fn issue(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), sandbox::error::Error> {
         let (rank, n) = (comm.rank(), comm.nranks());
         let (count, dtype) = (self.count, self.dtype);
         if self.op == Op::Group {
@@ -386,9 +386,7 @@ impl Case {
             (Mem::Host(a, i), Mem::Host(b, o)) => Io::Host { src: &a[*i..], dst: &mut b[*o..] },
             // Both are made by one constructor from one kind.
             _ => {
-                return Err(host_runtime::error::Error::Bug(
-                    "the two buffers of a case are of different memory".into(),
-                ));
+                return Err(sandbox::error::Error::Bug("the two buffers of a case are of different memory".into()));
             }
         };
         match self.op {
@@ -419,10 +417,10 @@ impl Case {
     }
 
     /// A block to every rank and one from every rank.
-    fn issue_group(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), host_runtime::error::Error> {
+    fn issue_group(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), sandbox::error::Error> {
         let n = comm.nranks();
         let (Mem::Hbm(a), Mem::Hbm(b)) = (&buffers.a, &buffers.b) else {
-            return Err(host_runtime::error::Error::Usage("a group moves tensors in device memory only".into()));
+            return Err(sandbox::error::Error::Usage("a group moves tensors in device memory only".into()));
         };
         let mut group = comm.group();
         for r in 0..n {

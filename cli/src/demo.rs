@@ -4,10 +4,10 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::Communicator;
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
+use wccl::nrt::Communicator;
+use wccl::{DataType, ReduceOp};
 
 use crate::act_two;
 use crate::collective::{self, Buffers, Case, Memory, has_in_place, has_root, reduces};
@@ -181,8 +181,8 @@ fn introduction(m: &Member) -> anyhow::Result<Vec<String>> {
         device.nics().len()
     )];
     if let Some(path) = &m.runtime.config().plugin {
-        let bytes = host_runtime::plugin::read(path).map_err(anyhow::Error::msg)?;
-        let hash = host_runtime::plugin::cache::content_hash(&bytes);
+        let bytes = sandbox::load::read(path).map_err(anyhow::Error::msg)?;
+        let hash = sandbox::load::cache::content_hash(&bytes);
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
         let v = m.runtime.forward().version_info()?;
         let [major, minor, patch, maintenance] = v.numbers;

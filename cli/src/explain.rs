@@ -247,7 +247,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 
 #[cfg(test)]
 mod tests {
-    use host_runtime::{DataType, ReduceOp};
+    use wccl::{DataType, ReduceOp};
 
     use super::*;
 

@@ -29,13 +29,13 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use host_runtime::message::{MessageError, receive, send};
 use hw_bridge::os::signals::{Signals, dies_with_parent};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{
     Pid, Signal, WaitOptions, getpgid, getpgrp, getpid, kill_process, set_child_subreaper, setpgid, wait,
 };
 use serde::{Deserialize, Serialize};
+use wccl::message::{MessageError, receive, send};
 
 use crate::tree;
 

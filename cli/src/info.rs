@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-use host_runtime::limits::{Limits, MAX_PLUGIN_BYTES, MAX_SCHEDULES};
-use host_runtime::nrt::{Runtime, RuntimeConfig};
+use sandbox::limits::{Limits, MAX_PLUGIN_BYTES, MAX_SCHEDULES};
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 use crate::size;
 use crate::term::{self, Paint};
@@ -126,7 +126,7 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
         ],
     );
 
-    let granted = host_runtime::hw::GRANTED;
+    let granted = sandbox::served::GRANTED;
     let value = |name: &str| config.vars.get(name).cloned().unwrap_or_else(|| paint.dim("not set"));
     lines.push(String::new());
     lines.push(paint.bold("Variables granted to plugins"));

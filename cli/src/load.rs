@@ -11,9 +11,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
-use host_runtime::swap::{Order, coordinate};
-use host_runtime::{DataType, ReduceOp};
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
+use wccl::swap::{Order, coordinate};
+use wccl::{DataType, ReduceOp};
 
 /// How long a rank may take for what it is told.
 const PATIENCE: Duration = Duration::from_secs(60);

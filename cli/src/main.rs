@@ -54,7 +54,7 @@ use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
-use host_runtime::vars;
+use sandbox::vars;
 use tracing_subscriber::EnvFilter;
 
 use crate::launcher::{Failed, Interrupted};
@@ -149,7 +149,7 @@ fn start_log(cli: &Cli) -> anyhow::Result<()> {
     // Who asks about a plugin, or needs one, prints the reason of a refused load by itself.
     let usual = match cli.command {
         Command::Plugin(_) | Command::Info(_) => "off",
-        Command::Worker(_) => "warn,host_runtime::nrt::runtime=off",
+        Command::Worker(_) => "warn,wccl::nrt::runtime=off",
         _ => "warn",
     };
     let filter = match &cli.log {
@@ -259,7 +259,7 @@ mod tests {
     fn a_cause_is_said_once() {
         let source = std::io::Error::from_raw_os_error(2);
         let text = source.to_string();
-        let e = host_runtime::error::Error::System { what: "reading the policies in /none".into(), source };
+        let e = sandbox::error::Error::System { what: "reading the policies in /none".into(), source };
         let said = told(&anyhow::Error::from(e).context("serving"));
         assert_eq!(said, format!("serving: reading the policies in /none: {text}"));
     }

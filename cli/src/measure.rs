@@ -5,8 +5,8 @@
 
 use std::time::Instant;
 
-use host_runtime::error::Error;
-use host_runtime::nrt::Communicator;
+use sandbox::error::Error;
+use wccl::nrt::Communicator;
 
 use crate::collective::{Buffers, Case};
 use crate::worker;

@@ -7,10 +7,10 @@
 use std::process::ExitCode;
 use std::time::Instant;
 
-use host_runtime::nrt::Communicator;
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
+use wccl::nrt::Communicator;
+use wccl::{DataType, ReduceOp};
 
 use crate::collective::{self, Buffers, Case, Memory};
 use crate::term::Progress;

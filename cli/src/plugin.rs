@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
-use host_runtime::forward::{COLLECTIVES, NAMES, ORIGINALS};
-use host_runtime::nrt::{Runtime, RuntimeConfig};
-use host_runtime::plugin::check::{CALLBACKS, TRANSPORT, split_version};
-use host_runtime::plugin::signing::SecretKey;
-use host_runtime::plugin::{self, Kind, Library, cache, read};
+use sandbox::entries::{COLLECTIVES, NAMES, ORIGINALS};
+use sandbox::load::signing::SecretKey;
+use sandbox::load::{self, Kind, cache, read};
+use sandbox::served::{CALLBACKS, TRANSPORT, split_version};
+use sandbox::store::Library;
 use serde::Serialize;
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 use crate::size;
 use crate::term::{self, Paint};
@@ -272,13 +273,13 @@ fn inspect(file: &Path) -> anyhow::Result<Report> {
     {
         Ok(library) => describe(&mut report, &library),
         Err(reason) => {
-            match plugin::names(&bytes) {
+            match load::names(&bytes) {
                 Ok((imports, exports)) => {
                     report.imports = imports.iter().map(|n| interface(n, None)).collect();
                     report.exports = exports.iter().map(|n| interface(n, None)).collect();
                 }
                 // What may not be compiled is looked at no further.
-                Err(e) if !e.starts_with(plugin::DAMAGED) => {}
+                Err(e) if !e.starts_with(load::DAMAGED) => {}
                 Err(e) => {
                     report.component = false;
                     report.format = format!("damaged WebAssembly component: {e}");
@@ -422,7 +423,7 @@ fn show(r: &Report, paint: Paint) -> Vec<String> {
         lines.push(format!(
             "Every import is one of neuron:nrt@2.0.0 or neuron:hw@1.0.0, which this host serves; the plugin can reach nothing \
              else. Memory it may have: {}.",
-            size::short(host_runtime::limits::Limits::default().memory as u64)
+            size::short(sandbox::limits::Limits::default().memory as u64)
         ));
     }
     lines

@@ -10,7 +10,7 @@
 
 use std::sync::OnceLock;
 
-use host_runtime::{DataType, ReduceOp};
+use wccl::{DataType, ReduceOp};
 
 /// Elements after which an input repeats.
 pub const PERIOD: u64 = 1021;

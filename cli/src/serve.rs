@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use host_runtime::metrics::{MetricsServer, Usage};
-use host_runtime::nrt::{Runtime, RuntimeConfig};
-use host_runtime::serve::{ServeConfig, Server, identify};
 use hw_bridge::exec::share::Market;
 use hw_bridge::os::signals::Ending;
+use wccl::metrics::{MetricsServer, Usage};
+use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::serve::{ServeConfig, Server, identify};
 
 const EXAMPLES: &str = "\
 Examples:

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use host_runtime::swap::{self, Kind, Member, Order, Outcome, Report, Status};
+use wccl::swap::{self, Kind, Member, Order, Outcome, Report, Status};
 
 use crate::Usage;
 use crate::term::{self, Paint};

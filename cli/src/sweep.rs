@@ -1,8 +1,8 @@
 //! What the table of `bench`, `--tune` and `--explain` go through alike: collectives, sizes, and how each call is made.
 
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
+use wccl::{DataType, ReduceOp};
 
 use crate::collective::{self, Case, Memory};
 

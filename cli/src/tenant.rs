@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use host_runtime::policy::Policy;
+use sandbox::policy::Policy;
 
 use crate::term;
 

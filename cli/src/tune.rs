@@ -13,10 +13,10 @@ use std::process::ExitCode;
 use anyhow::Context;
 use enc::Algorithm;
 use enc::table::{Memory as Where, Policy, Row, Table};
-use host_runtime::nrt::RuntimeConfig;
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use serde::{Deserialize, Serialize};
+use wccl::nrt::RuntimeConfig;
 
 use crate::collective::{Buffers, Case, Memory};
 use crate::measure::{self, number};

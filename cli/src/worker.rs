@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use enc::Algorithm;
-use host_runtime::error::Error;
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp, vars};
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use sandbox::error::Error;
+use sandbox::vars;
 use serde::{Deserialize, Serialize};
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 use crate::cores::{self, Core};
 use crate::launcher::{self, GRACE, Group};

@@ -18,10 +18,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use host_runtime::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
-use host_runtime::policy::Policy;
 use hw_bridge::model::{HostMem, IncrementRegister};
+use sandbox::policy::Policy;
 use tests::zoo::{ANSWER, Operand, Plugin, REPLY, SCRATCH, ok_bytes, ok_unit};
+use wccl::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
 use crate::guest::Wire;
 use crate::leak::Open;

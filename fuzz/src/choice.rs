@@ -4,9 +4,9 @@ use arbitrary::{Result, Unstructured};
 use enc::check::{Member, check};
 use enc::table::{Memory, Policy, Table};
 use enc::{Algorithm, Call, Lists, Move, compile_with, explain, serves};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
+use wccl::{DataType, ReduceOp};
 
 /// The text of a table.
 pub fn table(data: &[u8]) {

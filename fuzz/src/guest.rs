@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use host_runtime::plugin::{Kind, Library};
 use hw_bridge::model::IncrementRegister;
 use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
 use nccom_core::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
@@ -15,6 +14,8 @@ use nccom_core::search::{self, Graph, RUNTIME_NAME};
 use nccom_core::state::{self, State};
 use nccom_core::topo::limits::MAX_CHANNELS;
 use nccom_core::topo::{Facts, Family, System, xml};
+use sandbox::load::Kind;
+use sandbox::store::Library;
 use tests::zoo::Plugin;
 
 /// Facts by a byte: every family there is, with one and two cores in a logical one.

@@ -12,14 +12,14 @@
 //! | `bootstrap` | ranks and strangers on the bootstrap's sockets | `nccom_core::bootstrap::wire` and the records |
 //! | `state-import` | the plan that another instance exported | `nccom_core::state` |
 //! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
-//! | `loader` | a plugin file | `host_runtime::plugin` |
-//! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `host_runtime::hw`, `reverse` and `net` |
+//! | `loader` | a plugin file | `sandbox::load` |
+//! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `sandbox::imports`, `reverse` and `net` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
 //! | `links` | both ends of a link | `hw_bridge::memory::links` |
-//! | `handshake` | who dials a bootstrap socket, or answers there | `host_runtime::hw`, the handshake |
-//! | `groups` | a group's meeting places and verdicts | `host_runtime::nrt::groups` |
+//! | `handshake` | who dials a bootstrap socket, or answers there | `sandbox::imports`, the handshake |
+//! | `groups` | a group's meeting places and verdicts | `wccl::nrt::groups` |
 //! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |
-//! | `policy` | a tenant's policy | `host_runtime::policy` |
+//! | `policy` | a tenant's policy | `sandbox::policy` |
 //! | `sizes` | the command line | `wccl` |
 //! | `results` | files of `bench --peer-results` | `wccl bench --plot` |
 
@@ -77,7 +77,7 @@ pub const TARGETS: [Target; 19] = [
     target("operation", peer::operation, 200),
     target("links", peer::links, 300),
     target("groups", peer::groups, 300),
-    target("handshake", host_runtime::hw::fuzzing::handshake, 5000),
+    target("handshake", sandbox::imports::fuzzing::handshake, 5000),
     target("service", service::service, 300),
     target("environment", user::environment, 3000),
     target("policy", user::policy, 5000),

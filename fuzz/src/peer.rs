@@ -8,8 +8,6 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::groups::fuzzing;
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem};
 use hw_bridge::exec::share::{Market, Share, Terms};
@@ -20,6 +18,8 @@ use hw_bridge::memory::links::{Edge, Grant, HELLO_BYTES, IPC_BYTES, LinkServer, 
 use hw_bridge::memory::segment::Segment;
 use hw_bridge::os::bell::WaitPolicy;
 use hw_bridge::os::clock;
+use wccl::nrt::groups::fuzzing;
+use wccl::{DataType, ReduceOp};
 
 /// How long either end of a link is waited for.
 const SOON: Duration = Duration::from_secs(2);

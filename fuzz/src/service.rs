@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use anyhow::Result;
-use host_runtime::nrt::RuntimeConfig;
-use host_runtime::serve::{ServeConfig, Server, fuzzing, identify};
 use tests::zoo::{Body, Plugin};
+use wccl::nrt::RuntimeConfig;
+use wccl::serve::{ServeConfig, Server, fuzzing, identify};
 
 use crate::leak::Open;
 

@@ -5,9 +5,9 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::Path;
 
-use host_runtime::nrt::RuntimeConfig;
-use host_runtime::policy::Policy;
 use hw_bridge::model::DeviceModel;
+use sandbox::policy::Policy;
+use wccl::nrt::RuntimeConfig;
 
 use crate::{collective, plot, size};
 

@@ -1,14 +1,14 @@
 //! Calls that do not come back: loops, traps, memory and stack, in every entry.
 
 use anyhow::Result;
-use host_runtime::bindings::exports::neuron::nccom::collectives::{
+use sandbox::bindings::exports::neuron::nccom::collectives::{
     EncPattern, HistogramConfig, NetConnectivity, NeuronDeviceInfo, OfiCommType, PtrType,
 };
-use host_runtime::bindings::neuron::nrt::types::NecPodType;
-use host_runtime::error::Error;
-use host_runtime::forward::{NAMES, ORIGINALS, Resource};
-use host_runtime::nrt::{CommOptions, Runtime};
+use sandbox::bindings::neuron::nrt::types::NecPodType;
+use sandbox::entries::{NAMES, ORIGINALS, Resource};
+use sandbox::error::Error;
 use tests::zoo::{Body, Plugin, REPLY, SCRATCH, probe};
+use wccl::nrt::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Group, animal, gives_up, said};
 

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use host_runtime::message;
-use host_runtime::nrt::{CommOptions, Runtime, RuntimeConfig};
-use host_runtime::serve::{ServeConfig, Server, identify};
+use wccl::message;
+use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
+use wccl::serve::{ServeConfig, Server, identify};
 
 use crate::zoo::{Animal, Cage, Group, animal, config, said};
 
@@ -88,7 +88,7 @@ pub fn group() -> Group {
             |_| {
                 let name = SocketAddr::from_abstract_name("wccl-control-squatted-1-0")?;
                 let _mute = UnixListener::bind_addr(&name)?;
-                said(host_runtime::swap::status("squatted"))
+                said(wccl::swap::status("squatted"))
             },
         ),
         animal(

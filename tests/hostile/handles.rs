@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use host_runtime::nrt::CommOptions;
 use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, TRANSPORT, init_comm, ok_bytes, ok_unit, unique_id};
+use wccl::nrt::CommOptions;
 
 use crate::floods::LISTEN;
 use crate::zoo::{Animal, Group, animal, at_once, opened, said};
@@ -72,7 +72,7 @@ pub fn group() -> Group {
                 let mut p = Plugin::lone_rank()?;
                 p.body("neuron-free-comm", tests::zoo::ok_unit());
                 let runtime = cage.open(&p)?;
-                let handle = host_runtime::forward::Resource::new_borrow(0);
+                let handle = sandbox::entries::Resource::new_borrow(0);
                 said(runtime.forward().free_comm(None, handle))
             },
         ),

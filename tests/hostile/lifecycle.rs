@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use host_runtime::nrt::CommOptions;
-use host_runtime::swap::{Order, coordinate};
 use tests::zoo;
+use wccl::nrt::CommOptions;
+use wccl::swap::{Order, coordinate};
 
 use crate::zoo::{Animal, Attack, Cage, Group, animal, opened};
 

@@ -5,10 +5,10 @@ use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use host_runtime::metrics::MetricsServer;
-use host_runtime::nrt::{CommOptions, Runtime};
-use host_runtime::plugin::signing::SecretKey;
+use sandbox::load::signing::SecretKey;
 use tests::zoo::{Plugin, REPLY, SCRATCH, unique_id};
+use wccl::metrics::MetricsServer;
+use wccl::nrt::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Cage, Group, animal, gives_up, opened, said};
 

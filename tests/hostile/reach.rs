@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use host_runtime::nrt::{Runtime, RuntimeConfig};
 use tests::zoo::{Plugin, REPLY, SCRATCH, TRANSPORT};
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 use crate::zoo::{Animal, Cage, Group, animal, at_once, gives_up, opened, said};
 

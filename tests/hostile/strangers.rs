@@ -9,9 +9,9 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use host_runtime::nrt::{CommOptions, Communicator, Runtime};
 use sha2::{Digest, Sha256};
 use tests::zoo::{Plugin, init_comm};
+use wccl::nrt::{CommOptions, Communicator, Runtime};
 
 use crate::zoo::{Animal, Group, animal, config, opened, said};
 

@@ -4,8 +4,8 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{CommOptions, Io, Runtime};
-use host_runtime::{DataType, ReduceOp};
+use wccl::nrt::{CommOptions, Io, Runtime};
+use wccl::{DataType, ReduceOp};
 
 use crate::zoo::{config, port};
 

@@ -7,13 +7,13 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use anyhow::Result;
-use host_runtime::error::Error;
-use host_runtime::limits::Limits;
-use host_runtime::nrt::{Runtime, RuntimeConfig};
-use host_runtime::policy::Policy;
+use sandbox::error::Error;
+use sandbox::limits::Limits;
+use sandbox::policy::Policy;
 pub use tests::port::free as port;
 use tests::sentence::fits;
 use tests::zoo::{ANSWER, Plugin};
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 use crate::victim::victim;
 

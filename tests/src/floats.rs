@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use host_runtime::{DataType, ReduceOp};
+use wccl::{DataType, ReduceOp};
 
 /// Elements of an input: several blocks of every kernel, and a rest.
 pub const COUNT: usize = 1031;

@@ -11,11 +11,11 @@ use std::cell::Cell;
 
 use common::{config, world};
 use enc::Algorithm;
-use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
-use host_runtime::policy::{Rate, Share};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
 use hw_bridge::limits::STAGE_BYTES;
+use sandbox::policy::{Rate, Share};
+use wccl::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
+use wccl::{DataType, ReduceOp};
 
 thread_local! {
     // Neither lazily made nor dropped, so that the allocator may use it at any time.

@@ -3,9 +3,9 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{Runtime, RuntimeConfig};
 use serde_json::Value;
 use tests::zoo::{self, Plugin, REPLY, SCRATCH};
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 use crate::common::{Dir, has, said, wccl};
 

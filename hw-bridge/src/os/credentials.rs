@@ -144,6 +144,25 @@ pub fn pid_of(pidfd: impl AsFd) -> std::io::Result<PeerPid> {
     }
 }
 
+/// Runs `f` as this user, on a thread of its own, which ends: the kernel keeps who one was that connected or began to listen. For
+/// those who are root, as tests may be.
+///
+/// # Errors
+/// The kernel's, for a user that one may not become.
+pub fn as_user<R: Send>(uid: u32, f: impl FnOnce() -> R + Send) -> std::io::Result<R> {
+    let runs = || {
+        if uid != rustix::process::geteuid().as_raw() {
+            let uid = rustix::process::Uid::from_raw(uid);
+            rustix::thread::set_thread_res_uid(uid, uid, uid)?;
+        }
+        Ok(f())
+    };
+    std::thread::scope(|s| match s.spawn(runs).join() {
+        Ok(answer) => answer,
+        Err(panic) => std::panic::resume_unwind(panic),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,6 +9,7 @@
 //! | [`mod@dial`] | connecting to one |
 //! | [`exhausted`] | which limit of the process is behind an error, and how to raise it |
 //! | [`fork`] | whether this process is a forked child |
+//! | [`lock`] | a mutex that a panic does not poison |
 //! | [`log_rate`] | lines of the log that others can cause, within a rate |
 //! | [`patience`] | deadlines, by a clock that does not run while the process is stopped |
 //! | [`process`] | what the system tells of other processes |
@@ -26,6 +27,7 @@ pub mod dial;
 pub mod exhausted;
 #[expect(unsafe_code, reason = "a page that the kernel wipes in a child")]
 pub mod fork;
+pub mod lock;
 pub mod log_rate;
 pub mod patience;
 pub mod process;

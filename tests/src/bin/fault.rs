@@ -38,12 +38,13 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use host_runtime::abort::AbortToken;
-use host_runtime::error::Error;
-use host_runtime::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp, vars};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use sandbox::abort::AbortToken;
+use sandbox::error::Error;
+use sandbox::vars;
 use tests::events::{self, Events};
+use wccl::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 mod sys {
     //! The few calls of the C library that std does not offer.

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::policy::{Policy, Rate, Share};
-use host_runtime::{DataType, ReduceOp};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use sandbox::policy::{Policy, Rate, Share};
 use tests::zoo::Plugin;
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 const RANKS: usize = 2;
 /// Tenant numbers.

@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp, vars};
+use sandbox::vars;
 use tests::floats::{self, Digest};
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 fn number(name: &str) -> Result<usize> {
     variable(name)?.parse().with_context(|| format!("{name} is no number"))

@@ -11,10 +11,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::swap::{Fault, Step};
-use host_runtime::{DataType, ReduceOp, vars};
+use sandbox::vars;
 use tests::reduction;
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::swap::{Fault, Step};
+use wccl::{DataType, ReduceOp};
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();

@@ -9,9 +9,9 @@
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use host_runtime::nrt::RuntimeConfig;
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use wccl::nrt::RuntimeConfig;
 
 // What the demo uses, as it is.
 #[allow(dead_code)]

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use host_runtime::abort::AbortToken;
-use host_runtime::nrt::{CommOptions, Runtime};
+use sandbox::abort::AbortToken;
+use wccl::nrt::{CommOptions, Runtime};
 
 use crate::common::{HANG, config, free_port};
 

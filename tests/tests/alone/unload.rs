@@ -1,7 +1,7 @@
 //! Loading, using and unloading a plugin again and again leaves memory and descriptors flat.
 
-use host_runtime::DataType;
-use host_runtime::nrt::{CommOptions, Io, Runtime};
+use wccl::DataType;
+use wccl::nrt::{CommOptions, Io, Runtime};
 
 use crate::common::{config, free_port};
 

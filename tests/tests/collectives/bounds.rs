@@ -4,10 +4,10 @@
 //! device memory, where peers reach a whole arena, the bytes around a buffer are compared.
 
 use enc::Algorithm;
-use host_runtime::error::Error;
-use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use sandbox::error::Error;
+use wccl::nrt::{Communicator, Io, Peers, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{config, world};
 

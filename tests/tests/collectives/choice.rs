@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use enc::Algorithm;
 use enc::table::Table;
-use host_runtime::error::Error;
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp};
+use sandbox::error::Error;
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{bytes_of, config, free_port, world};
 

@@ -6,10 +6,10 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use enc::Algorithm;
-use host_runtime::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::reduce;
 use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
+use wccl::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{HANG, config, releases, world};
 
@@ -629,7 +629,7 @@ fn wrong_lists_are_refused_before_anything_moves() {
     world(2, &config(), |mut comm| {
         let t = comm.tensor(64).unwrap();
         let u = comm.tensor(64).unwrap();
-        let text = |r: Result<(), host_runtime::error::Error>| r.unwrap_err().to_string();
+        let text = |r: Result<(), sandbox::error::Error>| r.unwrap_err().to_string();
         let e = text(comm.all_gather_v(Io::device(&t, &u), &[1], DataType::Uint8));
         assert!(e.contains("1 counts were passed, 2 ranks need one each"), "{e}");
         let e = text(comm.all_gather_v(Io::device(&t, &u), &[u64::MAX, 2], DataType::Uint8));

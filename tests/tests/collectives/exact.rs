@@ -7,9 +7,9 @@
 pub(super) mod scalar;
 
 use enc::Algorithm;
-use host_runtime::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
-use host_runtime::{DataType, ReduceOp};
 use scalar::{Codec, layout, reduced};
+use wccl::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{config, world};
 

@@ -9,10 +9,10 @@ use super::exact::scalar::{self, Codec, reduced};
 use crate::common::ranks::spawn;
 use crate::common::{config, world};
 use enc::Algorithm;
-use host_runtime::nrt::{Io, RuntimeConfig};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::reduce::{reduce_scaled_slices, reduce_slices};
 use tests::floats::{self, Digest};
+use wccl::nrt::{Io, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 /// A meeting place that nobody else has: loopback addresses are many, and this process's number is in it.
 fn meeting_place() -> String {

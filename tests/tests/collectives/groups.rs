@@ -4,12 +4,12 @@ use std::process::Command;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use host_runtime::error::Error;
-use host_runtime::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
-use host_runtime::status::Status;
-use host_runtime::{DataType, ReduceOp};
+use sandbox::error::Error;
+use sandbox::status::Status;
 use tests::zoo;
+use wccl::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::ranks::{Rank, start};
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};

@@ -3,10 +3,10 @@
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use host_runtime::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::reduce;
 use hw_bridge::group::flight::State;
+use wccl::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{bytes_of, config, values_of, world};
 

@@ -3,11 +3,11 @@
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use host_runtime::DataType;
-use host_runtime::error::Error;
-use host_runtime::nrt::{Io, Peers, RuntimeConfig, Tensor};
-use host_runtime::status::Status;
 use hw_bridge::group::flight::State;
+use sandbox::error::Error;
+use sandbox::status::Status;
+use wccl::DataType;
+use wccl::nrt::{Io, Peers, RuntimeConfig, Tensor};
 
 use crate::common::{config, world};
 

@@ -4,8 +4,8 @@ use std::collections::HashSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime};
-use host_runtime::{DataType, ReduceOp};
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::ranks::{Rank, spawn, start, start_at};
 use crate::common::{HANG, config, free_port, world};

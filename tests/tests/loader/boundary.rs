@@ -4,14 +4,15 @@
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-use host_runtime::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
-use host_runtime::error::Error;
-use host_runtime::forward::NAMES;
-use host_runtime::nrt::{CommOptions, Runtime, RuntimeConfig};
-use host_runtime::plugin::check::CALLBACKS;
-use host_runtime::plugin::{Kind, Library};
-use host_runtime::status::Status;
+use sandbox::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
+use sandbox::entries::NAMES;
+use sandbox::error::Error;
+use sandbox::load::Kind;
+use sandbox::served::CALLBACKS;
+use sandbox::status::Status;
+use sandbox::store::Library;
 use tests::zoo::{self, Body, Plugin, TRANSPORT, Wit};
+use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
 use wit_parser::{Resolve, Type, TypeDefKind};
 
 use crate::support::{Folder, config, loaded, log};

@@ -1,9 +1,9 @@
 //! The plugin written by hand: proof that the contracts need no particular language.
 
-use host_runtime::error::Error;
-use host_runtime::nrt::CommOptions;
-use host_runtime::status::Status;
+use sandbox::error::Error;
+use sandbox::status::Status;
 use tests::zoo::{TRANSPORT, componentise};
+use wccl::nrt::CommOptions;
 
 use crate::support::{Folder, config, loaded, log};
 

@@ -7,11 +7,11 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use host_runtime::bindings::exports::neuron::nccom::collectives as bound;
-use host_runtime::bindings::neuron::nrt::types::NecPodType;
-use host_runtime::plugin::check::{CALLBACKS, NET, ServedInterface, TRANSPORT};
-use host_runtime::status::Status;
-use host_runtime::{forward, limits};
+use sandbox::bindings::exports::neuron::nccom::collectives as bound;
+use sandbox::bindings::neuron::nrt::types::NecPodType;
+use sandbox::served::{CALLBACKS, NET, ServedInterface, TRANSPORT};
+use sandbox::status::Status;
+use sandbox::{entries, limits};
 use wit_parser::{
     Docs, Function, FunctionKind, Handle, Interface, InterfaceId, Resolve, Stability, Type, TypeDef, TypeDefKind,
     TypeId, TypeOwner, WorldItem, WorldKey,
@@ -575,7 +575,7 @@ fn the_collectives_are_the_37_in_slot_order() {
     for (slot, (original, export)) in ENTRIES.iter().enumerate() {
         assert_eq!(exported[slot], *export, "slot {slot}");
         assert_eq!(kebab(original), *export, "slot {slot}");
-        assert_eq!((forward::ORIGINALS[slot], forward::NAMES[slot]), (*original, *export), "slot {slot}");
+        assert_eq!((entries::ORIGINALS[slot], entries::NAMES[slot]), (*original, *export), "slot {slot}");
     }
     // All but the probe answer a status.
     let interface = &r.interfaces[find(&r, "neuron:nccom/collectives")];

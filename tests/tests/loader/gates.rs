@@ -1,10 +1,10 @@
 //! The gates one by one: two skew axes, the probe first, all or nothing, once, and what the probe may write.
 
-use host_runtime::error::Error;
-use host_runtime::forward::{EXEMPT, NAMES, ORIGINALS, Resource};
-use host_runtime::nrt::{CommOptions, Runtime};
-use host_runtime::status::Status;
+use sandbox::entries::{EXEMPT, NAMES, ORIGINALS, Resource};
+use sandbox::error::Error;
+use sandbox::status::Status;
 use tests::zoo::{self, ANSWER, Body, Plugin, TRANSPORT};
+use wccl::nrt::{CommOptions, Runtime};
 
 use crate::support::{Folder, assert_fits, config, loaded, log, open, sentinel};
 

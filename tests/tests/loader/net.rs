@@ -1,7 +1,7 @@
 //! The net component: soft at the load, bound by one name, and reached by a transport through the host alone.
 
-use host_runtime::nrt::{Runtime, RuntimeConfig};
 use tests::zoo::{self, Body, Plugin, REPLY, SCRATCH, ok_bytes};
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 use crate::support::{Folder, assert_fits, config, loaded, log};
 
@@ -114,7 +114,7 @@ fn with(net: &Plugin) -> (Pair, Runtime) {
 /// A bound net component is replaced under the library that uses it; one that does not start is refused.
 #[test]
 fn a_net_component_is_swapped_under_a_library() {
-    use host_runtime::swap::{Kind, Order, coordinate};
+    use wccl::swap::{Kind, Order, coordinate};
     let v6 = ["name", "init", "devices"];
     let Pair { folder, mut config } = pair(Some(&net(&v6).build().unwrap()));
     config.tenant = format!("net-swap.{}", std::process::id());
@@ -267,7 +267,7 @@ fn the_net_step_never_changes_the_loaders_result() {
             &format!("neuronGetUniqueId of plugin plugin.wasm failed on tenant default: NRT_UNINITIALIZED (13): {why}"),
             &err,
         );
-        assert!(rt.init_comm(host_runtime::nrt::CommOptions::with_id([1; 128], 0, 1)).is_ok());
+        assert!(rt.init_comm(wccl::nrt::CommOptions::with_id([1; 128], 0, 1)).is_ok());
     }
     // A component that has no v6 table opens; it is the bind that fails.
     let (_folder, rt) = with(&Plugin::new("package zoo:plugin; world plugin {}").unwrap());

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use host_runtime::nrt::{Runtime, RuntimeConfig};
 use tests::events::{self, Events};
 pub use tests::sentence::fits;
+use wccl::nrt::{Runtime, RuntimeConfig};
 
 /// A folder of its own, gone when dropped.
 pub struct Folder(PathBuf);

@@ -4,8 +4,8 @@
 //! names in braces. In a sentence `…` stands for anything (the engine's own words, mostly), PLUGIN for the file.
 
 use anyhow::Result;
-use host_runtime::forward::{NAMES, ORIGINALS};
-use host_runtime::limits::MAX_PLUGIN_BYTES;
+use sandbox::entries::{NAMES, ORIGINALS};
+use sandbox::limits::MAX_PLUGIN_BYTES;
 use tests::zoo::{self, ANSWER, Body, Plugin, REPLY, SCRATCH, TRANSPORT, init_comm, init_global_comm, ok_bytes};
 
 /// What becomes of a plugin.

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use host_runtime::error::Error;
-use host_runtime::forward::ORIGINALS;
-use host_runtime::nrt::{CommOptions, Communicator, Runtime};
-use host_runtime::status::Status;
+use sandbox::entries::ORIGINALS;
+use sandbox::error::Error;
+use sandbox::status::Status;
 use tests::zoo::{self, Plugin};
+use wccl::nrt::{CommOptions, Communicator, Runtime};
 
 use crate::support::{Folder, assert_fits, config, fits, loaded, open};
 use crate::table::{Case, Entry, File, Group, Outcome, Row, groups};

@@ -11,10 +11,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::swap::{self, Fault, Kind, Order, Outcome, Report, Step, coordinate};
-use host_runtime::{DataType, ReduceOp};
 use tests::{reduction, zoo};
+use wccl::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::swap::{self, Fault, Kind, Order, Outcome, Report, Step, coordinate};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::ranks::{Rank, spawn};
 use crate::common::{HANG, PluginFile, config, free_port, plugin_file};
@@ -722,7 +722,7 @@ fn communicators_come_and_go_while_swaps_are_made() {
 #[test]
 fn rings_change_on_all_ranks_between_the_same_two_operations() {
     use std::collections::BTreeMap;
-    let streams: Mutex<BTreeMap<usize, host_runtime::nrt::Stream>> = Default::default();
+    let streams: Mutex<BTreeMap<usize, wccl::nrt::Stream>> = Default::default();
     let usual: Arc<std::sync::OnceLock<Arc<Vec<Vec<usize>>>>> = Arc::default();
     let first = usual.clone();
     let job = Job::start_with(

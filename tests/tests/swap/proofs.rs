@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use host_runtime::bindings::exports::neuron::nccom::collectives::CommInfo;
-use host_runtime::error::Error;
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
-use host_runtime::{DataType, ReduceOp};
+use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
+use sandbox::error::Error;
 use tests::zoo;
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};
 

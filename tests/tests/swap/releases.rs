@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::swap::{Order, Report, coordinate};
-use host_runtime::{DataType, ReduceOp};
 use tests::zoo;
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::swap::{Order, Report, coordinate};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{HANG, bytes_of, config, free_port, plugin_file, release, values_of, world};
 

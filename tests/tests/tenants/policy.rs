@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use host_runtime::error::Error;
-use host_runtime::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use host_runtime::plugin::signing::SecretKey;
-use host_runtime::policy::Policy;
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::os::shown::stands;
+use sandbox::error::Error;
+use sandbox::load::signing::SecretKey;
+use sandbox::policy::Policy;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
+use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{HANG, bytes_of, free_port, plugin_file, values_of};
 
@@ -148,7 +148,7 @@ fn a_pinned_or_signed_plugin_is_the_one_that_was_meant() {
     let fails =
         |more: &str| open(folder.policy("red", more), "plugin.wasm").load_error().map_or(String::new(), |e| e.sentinel);
     let pin = |digest: &str| format!("allow = [{{ file = \"plugin.wasm\", sha256 = \"{digest}\" }}]");
-    let digest = host_runtime::plugin::cache::content_hash(&bytes);
+    let digest = sandbox::load::cache::content_hash(&bytes);
     assert_eq!(fails(&pin(&digest)), "");
     let wrong = format!("{}{}", &digest[..63], if digest.ends_with('0') { '1' } else { '0' });
     let e = fails(&pin(&wrong));

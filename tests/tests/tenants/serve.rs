@@ -10,16 +10,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use host_runtime::abort::AbortToken;
-use host_runtime::metrics::{FAMILIES, Usage};
-use host_runtime::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
-use host_runtime::serve::{ServeConfig, Server, identify};
-use host_runtime::swap::{Kind, Order, Outcome, coordinate};
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::share::Market;
 use hw_bridge::memory::segment::Segment;
 use hw_bridge::os::credentials::Credentials;
+use sandbox::abort::AbortToken;
 use tests::zoo;
+use wccl::metrics::{FAMILIES, Usage};
+use wccl::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
+use wccl::serve::{ServeConfig, Server, identify};
+use wccl::swap::{Kind, Order, Outcome, coordinate};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::ranks::{Rank, start, start_at};
 use crate::common::{HANG, PluginFile, config, plugin_file, world_at};
@@ -148,7 +148,7 @@ fn processes_of_two_tenants_move_data_as_without_a_service() {
     assert_eq!([calls(&server, "red"), calls(&server, "blue")], before);
     // Each rank has done 80 operations.
     let runtimes: Vec<Usage> = server.tenants().map(|t| Usage::of(t.2)).collect();
-    let metrics = host_runtime::metrics::text(&runtimes);
+    let metrics = wccl::metrics::text(&runtimes);
     let labels = format!("tenant=\"red\",plugin=\"nccom.wasm\",version=\"{}\"", runtimes[1].version);
     assert!(runtimes[1].version.split('.').count() == 4, "{metrics}");
     for line in [
@@ -249,7 +249,7 @@ fn groups_and_streams_work_in_a_served_process() {
         let rank = comm.rank();
         let t = comm.tensor(4096).unwrap();
         t.write(0, &(rank as u32).to_le_bytes().repeat(1024)).unwrap();
-        let first = |t: &host_runtime::nrt::Tensor| {
+        let first = |t: &wccl::nrt::Tensor| {
             let mut b = [0; 4];
             t.read(0, &mut b).unwrap();
             u32::from_le_bytes(b)
@@ -299,7 +299,7 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     let usage: Vec<Usage> = server.tenants().map(|t| Usage::of(t.2)).collect();
     assert_eq!((usage[0].plugin.as_str(), usage[0].swaps), ("nccom-next.wasm", [5, 0, 0]));
     // Each has its own counts. A look that changes nothing is no swap.
-    let metrics = host_runtime::metrics::text(&usage);
+    let metrics = wccl::metrics::text(&usage);
     let entries = |plugin: &str| {
         let line = format!("wccl_entries_total{{tenant=\"swapped\",plugin=\"{plugin}\"");
         let found = metrics.lines().find(|l| l.starts_with(&line)).unwrap_or_else(|| panic!("{line}: {metrics}"));
@@ -518,7 +518,7 @@ fn another_user_and_another_tenants_socket_are_refused() {
     drop(server);
     // And one whom the kernel calls another is no owner of the service.
     let identify: fn(&UnixStream) -> std::io::Result<Credentials> =
-        |s| host_runtime::serve::identify(s).map(|c| Credentials { uid: c.uid + 1, ..c });
+        |s| wccl::serve::identify(s).map(|c| Credentials { uid: c.uid + 1, ..c });
     let server = Server::start(&ServeConfig { identify, ..place.config() }).unwrap();
     let e = refusal(&place.socket("red"), config());
     assert!(e.contains(&format!("user {} is not one of tenant red", me + 1)), "{e}");
@@ -539,7 +539,7 @@ fn a_crowd_of_strangers_leaves_few_lines_and_takes_no_place() {
     static STRANGE: AtomicBool = AtomicBool::new(true);
     let identify: fn(&UnixStream) -> std::io::Result<Credentials> = |s| {
         let uid = |uid| uid + u32::from(STRANGE.load(Ordering::Relaxed));
-        host_runtime::serve::identify(s).map(|c| Credentials { uid: uid(c.uid), ..c })
+        wccl::serve::identify(s).map(|c| Credentials { uid: uid(c.uid), ..c })
     };
     let server = Server::start(&ServeConfig { identify, ..place.config() }).unwrap();
     let (begun, mut crowd) = (Instant::now(), 0);
@@ -611,7 +611,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
             Some(e) if e.contains("has 4 connections, as many as its policy allows") => break,
             _ => assert!(begun.elapsed() < HANG, "{e:?}"),
         }
-        if since.elapsed() > host_runtime::limits::SERVICE_MESSAGE {
+        if since.elapsed() > sandbox::limits::SERVICE_MESSAGE {
             there.clear();
             (there, since) = (mute(), Instant::now());
         }

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use host_runtime::nrt::{Io, Runtime, RuntimeConfig};
-use host_runtime::policy::{Rate, Share};
-use host_runtime::status::Status;
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::exec::share::{self, Market, Terms};
 use hw_bridge::limits::MARKET_TENANTS;
+use sandbox::policy::{Rate, Share};
+use sandbox::status::Status;
+use wccl::nrt::{Io, Runtime, RuntimeConfig};
+use wccl::{DataType, ReduceOp};
 
 use crate::common::{HANG, bytes_of, config, values_of, world};
 

@@ -1,7 +1,7 @@
 //! What happens in a round, as a pure function of the seed and the round's number; and the operations of a list.
 
-use host_runtime::{DataType, ReduceOp};
 use hw_bridge::call::Op;
+use wccl::{DataType, ReduceOp};
 
 use crate::collective::{self, Case, Memory};
 

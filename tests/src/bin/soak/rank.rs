@@ -19,8 +19,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use host_runtime::error::Error;
-use host_runtime::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
+use sandbox::error::Error;
+use wccl::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
 use crate::collective::Buffers;
 use crate::plan::{Rng, operation};

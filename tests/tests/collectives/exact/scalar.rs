@@ -1,7 +1,7 @@
 //! Reductions one element at a time, in textbook arithmetic. Shares no code with the runtime: conversions search a table
 //! of values, integers are computed in 128 bits.
 
-use host_runtime::{DataType, ReduceOp};
+use wccl::{DataType, ReduceOp};
 
 /// Exponent and mantissa bits of a float type.
 pub fn layout(dtype: DataType) -> (i32, i32) {

@@ -1,0 +1,250 @@
+//! The library that is to take over, with an instance for each communicator of this runtime: LOAD, PREPARE, EXPORT, IMPORT.
+//!
+//! Dropped before it was committed, it lets the old instances go on.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hw_bridge::group::ballot::Vote;
+use sandbox::entries::Resource;
+use sha2::{Digest, Sha256};
+
+use crate::nrt::Runtime;
+use crate::nrt::plane::{Plan, Plane};
+use crate::swap::Request;
+use sandbox::entries::{self, Loaded};
+use sandbox::lifecycle;
+use sandbox::lifecycle::exported::fits;
+use sandbox::load::Source;
+use sandbox::objects::CommunicatorObject;
+use sandbox::store::{Instance, Library, bounded};
+use sandbox::text::line;
+
+/// What the old plugin has at least for the call by which it serves on.
+const RESUMES: Duration = Duration::from_millis(500);
+
+/// An instance and its handle of the communicator.
+pub(super) type Control = (Arc<Instance>, u32);
+
+/// What a library had of a communicator: the communicator's id, the instance, the plan.
+pub(super) type Kept = (u64, Control, Arc<Plan>);
+
+/// The library that served before, beside the one that serves.
+#[derive(Debug, Clone)]
+pub(crate) struct Parked {
+    pub loaded: Loaded,
+    /// What it had of each communicator.
+    pub kept: Vec<Kept>,
+    /// When it goes.
+    pub until: Instant,
+    /// Which swap parked it.
+    pub swap: u64,
+    /// Processes of those that took part in it.
+    pub pids: Vec<u32>,
+    /// The library that serves instead.
+    pub successor: Arc<Library>,
+    /// How often that had stopped before it served.
+    pub stops: u64,
+}
+
+impl Parked {
+    /// How much longer it stays.
+    pub fn left(&self) -> Duration {
+        self.until.saturating_duration_since(Instant::now())
+    }
+}
+
+/// A digest as a ballot holds it.
+pub(super) fn digest_words(bytes: &[u8]) -> [u64; 4] {
+    let sum = Sha256::digest(bytes);
+    std::array::from_fn(|i| u64::from_le_bytes(std::array::from_fn(|j| sum[i * 8 + j])))
+}
+
+/// Does what comes before anybody stands still on a thread that makes room for all others: reading, hashing and mapping a plugin
+/// is ten milliseconds of a core, which the operations of every tenant here would lose otherwise. A thread of its own, since
+/// one that has made room may not take it back.
+fn making_room<T: Send>(work: impl FnOnce() -> Result<T, String> + Send) -> Result<T, String> {
+    let work = || {
+        // Nobody is refused less than there is.
+        let _ = rustix::process::nice(19);
+        work()
+    };
+    std::thread::scope(|s| {
+        let thread = std::thread::Builder::new().name("wccl-prepare".into()).spawn_scoped(s, work);
+        let thread = thread.map_err(|e| {
+            let limit = hw_bridge::os::exhausted::limit_of_threads(&e);
+            format!("the thread that prepares the plugin cannot be started: {e}{limit}")
+        })?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// One communicator that moves.
+#[derive(Debug)]
+pub(super) struct Move {
+    pub plane: Arc<Plane>,
+    new: Control,
+    old: Control,
+    /// What the new one planned.
+    plan: Option<Arc<Plan>>,
+}
+
+/// The library, and its moves.
+#[derive(Debug)]
+pub(super) struct Candidate {
+    runtime: Runtime,
+    pub loaded: Loaded,
+    pub moves: Vec<Move>,
+    /// Instances that go back to work, where a swap goes back.
+    kept: Vec<Kept>,
+}
+
+impl Candidate {
+    /// LOAD: the gate of the first load, by another door.
+    pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
+        let inner = &runtime.0;
+        // Without one there would be nothing to exchange, after all had agreed.
+        inner.forward.loaded()?;
+        let (loaded, kept) = match (request.plugin(runtime), parked) {
+            (Some(path), _) => {
+                let load = |source: &Source| {
+                    entries::load(&inner.tenant, source, &inner.config.without_callbacks).map_err(|e| e.sentinel)
+                };
+                // A compilation is seconds of every core: it would never come to its end where it makes room.
+                let (source, loaded) = making_room(|| {
+                    let source = entries::read(&inner.tenant, &path).map_err(|e| e.sentinel)?;
+                    let loaded = source.compiled().map(|_in_use| load(&source)).transpose()?;
+                    Ok((source, loaded))
+                })?;
+                (loaded.map_or_else(|| load(&source), Ok)?, Vec::new())
+            }
+            (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),
+            (None, None) => return Err("there is no plugin to go back to".into()),
+        };
+        Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept })
+    }
+
+    /// PREPARE: an instance for each communicator, made by `until`, while nobody stands still yet; answers how many there are.
+    pub fn prepare(&mut self, until: Instant) -> Result<usize, String> {
+        making_room(|| self.complete(until))
+    }
+
+    /// An instance for each communicator that has none yet, made by `until`; answers how many there are.
+    pub fn complete(&mut self, until: Instant) -> Result<usize, String> {
+        for plane in self.runtime.0.swaps.planes() {
+            if let Some(m) = self.moves.iter_mut().find(|m| Arc::ptr_eq(&m.plane, &plane)) {
+                // It may have been started again meanwhile.
+                m.old = plane.control().map_err(|e| e.to_string())?;
+                continue;
+            }
+            let core = plane.core().clone();
+            let back = self.kept.iter().find(|(id, (i, _), _)| *id == core.id && i.stopped().is_none());
+            let new = match back {
+                Some((_, control, _)) => control.clone(),
+                None => {
+                    let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
+                    let made = || {
+                        self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key, None, client)
+                    };
+                    let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
+                    let handle = instance
+                        .peek(|s| s.add(CommunicatorObject(core)))
+                        .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
+                    (instance, handle.rep())
+                }
+            };
+            let old = plane.control().map_err(|e| e.to_string())?;
+            self.moves.push(Move { plane, new, old, plan: None });
+        }
+        Ok(self.moves.len())
+    }
+
+    /// What goes into the ballot; the plugin has until `until` to say it.
+    pub fn vote(&self, until: Instant) -> Vote {
+        let wire = lifecycle::describe(&self.loaded.instance, Some(until));
+        let wire = wire.map_or(0, |d| digest_words(d.wire_compat.as_bytes())[0]);
+        Vote { digest: digest_words(self.loaded.library.digest.as_bytes()), wire }
+    }
+
+    /// EXPORT and IMPORT of one communicator after the other, and a look at what the new one plans. The doors are shut; when
+    /// they open, the old plugin serves on, and what was exported holds until it is called. Ends soon after `until`: an instance
+    /// that does not come back by then is stopped.
+    pub fn hand_over(&mut self, until: Instant, goes_on: impl Fn() -> Result<(), String>) -> Result<(), String> {
+        if self.moves.is_empty() {
+            return Ok(());
+        }
+        let about = |e: String| format!("{e}; `stateless` would leave the plans of the old plugin behind");
+        let by = Some(until);
+        let new = lifecycle::describe(&self.loaded.instance, by).map_err(about)?;
+        let old = lifecycle::describe(&self.moves[0].old.0, by).map_err(about)?;
+        if old.wire_compat != new.wire_compat {
+            return Err(about(format!(
+                "the connections that are handed over speak `{}` and the new plugin `{}`",
+                line(&old.wire_compat),
+                line(&new.wire_compat)
+            )));
+        }
+        fits(&old.schema_name, old.state_schema, &new).map_err(about)?;
+        // A rank that has left may have freed its plan.
+        for m in self.moves.iter_mut().filter(|m| !m.plane.left()) {
+            goes_on()?;
+            let (id, rank) = (m.plane.core().id, m.plane.core().rank);
+            let of = |e: String| format!("communicator {id} of rank {rank}: {e}");
+            let before = (&*m.old.0, m.old.1);
+            lifecycle::quiesce(before, by).map_err(|e| about(of(e)))?;
+            let held = (&*m.new.0, m.new.1);
+            let forward = &self.runtime.0.forward;
+            let moved = lifecycle::export(before, by, &old).map_err(about).and_then(|plan| {
+                lifecycle::import(held, by, &new, &plan)?;
+                lifecycle::resume(held, by)?;
+                let info = || forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
+                bounded(by, info).and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
+            });
+            // Whatever came of it, it is called again as soon as the doors open.
+            let resumed = lifecycle::resume(before, Some(until.max(Instant::now() + RESUMES)));
+            m.plan = Some(Arc::new(moved.map_err(of)?));
+            resumed.map_err(of)?;
+        }
+        Ok(())
+    }
+
+    /// Goes back: communicators that were there before have the plans of then, the others keep theirs.
+    pub fn take_up_again(&mut self) {
+        for m in &mut self.moves {
+            let before = self.kept.iter().find(|(id, ..)| *id == m.plane.core().id);
+            m.plan = before.map(|(_, _, plan)| plan.clone());
+        }
+    }
+
+    /// A digest of what each communicator would go by.
+    pub fn plans(&self) -> Vec<u64> {
+        let digest = |m: &Move| u64::from(m.plane.digest(m.plan.as_ref().unwrap_or(&m.plane.plan())));
+        self.moves.iter().map(digest).collect()
+    }
+
+    /// Ends the calls that are inside the old plugin; answers which.
+    pub fn end_calls(&self, why: &str) -> Vec<String> {
+        let ended = |m: &Move| {
+            let (core, entry) = (m.plane.core(), m.old.0.end_call(why)?);
+            Some(format!("{entry} of communicator {} of rank {}", core.id, core.rank))
+        };
+        self.moves.iter().filter_map(ended).collect()
+    }
+
+    /// COMMIT: the table, every communicator's instance, its rings. Gates are closed, doors are shut. Answers the generation,
+    /// and what was there before.
+    pub fn commit(mut self, exchange: impl Fn()) -> Result<(u64, Loaded, Vec<Kept>), String> {
+        let mut kept = Vec::with_capacity(self.moves.len());
+        for m in self.moves.drain(..) {
+            let before = m.plane.plan();
+            m.plane.set_control(m.new.0, m.new.1);
+            if let Some(plan) = m.plan {
+                m.plane.set_plan(plan);
+            }
+            kept.push((m.plane.core().id, m.old, before));
+            exchange();
+        }
+        let (generation, old) = self.runtime.0.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
+        Ok((generation, Loaded::clone(&old), kept))
+    }
+}
