@@ -301,8 +301,10 @@ impl Communicator {
 impl Engine {
     pub(super) fn new(plane: Arc<Seat>, lane: Lane, timeout: Duration) -> Engine {
         let forced = plane.runtime.0.config.algorithm;
-        let rings = plane.plan().rings.clone();
-        Engine { plane, lane, rings, forced, timeout, schedules: Schedules::default() }
+        let (rings, schedules) = Default::default();
+        let mut engine = Engine { plane, lane, rings, forced, timeout, schedules };
+        engine.refresh();
+        engine
     }
 
     pub(super) fn policy(&self) -> Policy<'_> {
@@ -321,9 +323,10 @@ impl Engine {
 
     /// Takes over the rings that the plan has now; schedules made of other ones go.
     pub(super) fn refresh(&mut self) {
-        let rings = self.plane.plan().rings.clone();
-        if rings != self.rings {
-            self.rings = rings;
+        let plan = self.plane.plan();
+        self.lane.set_plan(self.plane.digest(&plan));
+        if plan.rings != self.rings {
+            self.rings = plan.rings.clone();
             self.schedules = Schedules::default();
         }
     }

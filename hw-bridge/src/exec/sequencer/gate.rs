@@ -1,44 +1,36 @@
 //! Gates: where the operations of a communicator stop, all ranks at the same one, so that what they run by can be exchanged.
 //!
 //! Each lane has a gate, which every operation passes before anything else is done for it ([`Lane::begin`]). A lane first
-//! announces the number of its next operation, then looks at the gate's limit. Whoever closes the gates lowers the limits,
-//! then looks at what was announced; between the two of each side lies a fence, as with a [`crate::os::bell::Bell`]: a lane
-//! that has not seen the limit was seen. So an announced operation is either inside or waits at its gate, and none is lost.
+//! announces the number of its next operation, then looks whether the gate is shut. Whoever closes the gates shuts them, then
+//! looks at what was announced; between the two of each side lies a fence, as with a [`crate::os::bell::Bell`]: a lane that has
+//! not seen the gate shut was seen. So an announced operation is either inside or waits at its gate, and none is lost.
+//!
+//! A gate that was opened stays shut for its own lane until the next operation has passed it, so that a lane which was idle
+//! learns of it, be it after several closings, or in the middle of one that lets its operation begin.
 //!
 //! The *boundary* of a lane is the largest number that any rank has announced there. Programs that issue the same operations
 //! on all ranks can always come to it: what the rank that is furthest waited for, it had announced. An open gate costs a
 //! store and a load.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex};
 
 use super::{Endpoint, Lane, OpError};
 use crate::group::STEP_DONE;
 use crate::limits::{LANES, NAP};
 use crate::os::bell::{Fence, heavy_fence, publish_fence};
+use crate::os::lock::lock;
 
 /// The gate of one lane.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Gate {
-    /// Operations up to this one may begin.
-    limit: AtomicU64,
+    /// From a closing until an operation has passed after the opening.
+    shut: AtomicBool,
     /// The operation that the lane is in, or wants to begin, or has ended last.
     announced: AtomicU64,
-    closed: Mutex<bool>,
+    /// While it is closed: operations up to this one may begin. `shut` changes under it.
+    closed: Mutex<Option<u64>>,
     moved: Condvar,
-}
-
-impl Default for Gate {
-    fn default() -> Gate {
-        let (announced, closed, moved) = Default::default();
-        Gate { limit: AtomicU64::new(u64::MAX), announced, closed, moved }
-    }
-}
-
-impl Gate {
-    fn lock(&self) -> MutexGuard<'_, bool> {
-        self.closed.lock().unwrap_or_else(|p| p.into_inner())
-    }
 }
 
 /// Numbers of operations, one for each lane.
@@ -46,8 +38,8 @@ pub type Positions = [u64; LANES];
 
 impl Lane {
     /// Announces the lane's next operation and waits while its gate is closed. Whatever an operation is chosen by must be
-    /// looked at after this; [`Lane::run`] does it for those who have not. Answers whether the gate was closed since the
-    /// operation before, so that what was known may be old.
+    /// looked at after this; [`Lane::run`] does it for those who have not. Answers whether the gate was closed since an operation
+    /// last passed it open, so that what was known may be old.
     ///
     /// # Errors
     /// [`OpError::Broken`] if the communicator ends meanwhile, [`OpError::Forked`].
@@ -60,7 +52,7 @@ impl Lane {
         let gate = &self.endpoint.gates[self.index];
         gate.announced.store(next, Ordering::Relaxed);
         publish_fence(if self.endpoint.fenced.load(Ordering::Relaxed) { Fence::Full } else { Fence::Light });
-        if next > gate.limit.load(Ordering::Relaxed) {
+        if gate.shut.load(Ordering::Relaxed) {
             self.wait_at_gate(next)?;
             self.admitted = next;
             return Ok(true);
@@ -84,15 +76,16 @@ impl Lane {
             return Err(OpError::Forked { rank, what: "an operation".into(), parent });
         }
         let gate = &endpoint.gates[self.index];
-        let mut closed = gate.lock();
+        let mut closed = lock(&gate.closed);
         loop {
-            if !*closed {
-                // The first operation after it was opened has looked.
-                gate.limit.store(u64::MAX, Ordering::Relaxed);
-                return Ok(());
-            }
-            if next <= gate.limit.load(Ordering::Relaxed) {
-                return Ok(());
+            match *closed {
+                None => {
+                    // The first operation after it was opened looks.
+                    gate.shut.store(false, Ordering::Relaxed);
+                    return Ok(());
+                }
+                Some(last) if next <= last => return Ok(()),
+                Some(_) => {}
             }
             if let Err(e) = endpoint.usable() {
                 drop(closed);
@@ -121,8 +114,9 @@ impl Endpoint {
     /// Closes the gates of all lanes: no operation begins that was not announced. One closes them at a time.
     pub fn close_gates(&self) -> Closed<'_> {
         for gate in &self.gates {
-            *gate.lock() = true;
-            gate.limit.store(0, Ordering::Relaxed);
+            let mut closed = lock(&gate.closed);
+            *closed = Some(0);
+            gate.shut.store(true, Ordering::Relaxed);
         }
         heavy_fence();
         Closed(self)
@@ -178,9 +172,8 @@ impl Closed<'_> {
 
     /// Lets operations up to the boundary begin.
     pub fn raise(&self, boundary: &Positions) {
-        for (gate, limit) in self.0.gates.iter().zip(boundary) {
-            let _closed = gate.lock();
-            gate.limit.store(*limit, Ordering::Relaxed);
+        for (gate, last) in self.0.gates.iter().zip(boundary) {
+            *lock(&gate.closed) = Some(*last);
             gate.moved.notify_all();
         }
     }
@@ -203,8 +196,51 @@ impl Closed<'_> {
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
         for gate in &self.0.gates {
-            *gate.lock() = false;
+            *lock(&gate.closed) = None;
             gate.moved.notify_all();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::exec::share::{Market, Share, Terms};
+    use crate::memory::hbm::Hbm;
+    use crate::os::bell::WaitPolicy;
+
+    /// A lane learns of each exchange before it does anything for its next operation, also if that one may begin while the gates
+    /// are closed for a further exchange, because another rank had announced it.
+    #[test]
+    fn a_lane_that_was_idle_learns_of_every_closing() {
+        const LANE: usize = 1;
+        let share = Share::new(Arc::new(Market::create().unwrap()), 0, Terms::default()).unwrap();
+        let policy = WaitPolicy::for_ranks(1, 1);
+        let endpoint = Arc::new(Endpoint::new(0, 1, Hbm::new(1 << 20).unwrap(), policy, Arc::new(share)).unwrap());
+        let mut lane = endpoint.lane(LANE).unwrap().unwrap();
+        let mut next = |closed_since: bool| {
+            assert_eq!(lane.begin().unwrap(), closed_since, "operation {}", lane.seq + 1);
+            lane.seq += 1;
+        };
+        let close = |id: u64, announced: u64| {
+            let closed = endpoint.close_gates();
+            let mut boundary = closed.publish(id, 0);
+            boundary[LANE] = boundary[LANE].max(announced);
+            closed.raise(&boundary);
+            closed
+        };
+        next(false);
+        drop(close(1, 0));
+        let second = close(2, 2);
+        next(true);
+        drop(second);
+        next(true);
+        next(false);
+        drop(close(3, 0));
+        drop(close(4, 0));
+        next(true);
+        next(false);
     }
 }

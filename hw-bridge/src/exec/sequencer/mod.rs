@@ -22,7 +22,7 @@ pub use gate::{Closed, Lacking, Positions};
 pub use memory::LocalMem;
 pub use schedule::{At, BadSchedule, Place, Schedule, Sealed, Step};
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -48,8 +48,6 @@ pub struct Endpoint {
     broken: OnceLock<String>,
     /// Some rank cannot have our fences executed for us.
     fenced: AtomicBool,
-    /// Digest of the rings.
-    plan: AtomicU32,
     /// Lanes that were handed out.
     taken: [AtomicBool; LANES],
     gates: [gate::Gate; LANES],
@@ -81,6 +79,8 @@ pub struct Lane {
     stage_ready: bool,
     large_ready: bool,
     digest: u32,
+    /// A digest of the rings and the table that its schedules are made by.
+    plan: u32,
     /// Kept between operations, so that a small one need not clear it; absent while one runs.
     bases: Option<Box<Bases>>,
 }
@@ -116,7 +116,6 @@ impl Endpoint {
             abort,
             broken: OnceLock::new(),
             fenced: AtomicBool::new(!bell::asymmetric()),
-            plan: AtomicU32::new(0),
             taken: Default::default(),
             gates: Default::default(),
         }
@@ -193,11 +192,6 @@ impl Endpoint {
         self.abort.clone()
     }
 
-    /// Notes a digest of the rings this rank works with; ranks that were given different ones notice at their first meeting.
-    pub fn set_plan(&self, digest: u32) {
-        self.plan.store(digest, Ordering::Release);
-    }
-
     /// Hands out one of the [`LANES`], once.
     ///
     /// # Errors
@@ -219,7 +213,18 @@ impl Endpoint {
         let bases = Some(Box::new(Bases::none()));
         let endpoint = self.clone();
         let (stage_ready, large_ready) = (false, false);
-        Ok(Some(Lane { endpoint, index, seq: 0, admitted: 0, drained: 0, stage_ready, large_ready, digest: 0, bases }))
+        Ok(Some(Lane {
+            endpoint,
+            index,
+            seq: 0,
+            admitted: 0,
+            drained: 0,
+            stage_ready,
+            large_ready,
+            digest: 0,
+            plan: 0,
+            bases,
+        }))
     }
 
     /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
@@ -266,6 +271,14 @@ impl Endpoint {
         for peer in self.linked_peers() {
             peer.control.lane(lane).bell().ring_if_sleeping();
         }
+    }
+}
+
+impl Lane {
+    /// Notes a digest of what the lane's schedules are made by, such as rings: ranks whose schedules were made by others notice at
+    /// their first meeting.
+    pub fn set_plan(&mut self, digest: u32) {
+        self.plan = digest;
     }
 }
 

@@ -75,8 +75,7 @@ impl Lane {
         }
         self.seq += 1;
         let rank16 = |r: Option<usize>| r.map_or(NO_RANK, |r| r as u16);
-        let plan = self.endpoint.plan.load(Ordering::Acquire);
-        let aside = Aside { dst: rank16(args.dst), src: rank16(args.src), digest: self.digest ^ plan };
+        let aside = Aside { dst: rank16(args.dst), src: rank16(args.src), digest: self.digest ^ self.plan };
         self.mine().flight().begin(self.seq, &schedule.header, schedule.moved);
         let mut wait = WaitCtx {
             header: &schedule.header,
@@ -513,8 +512,7 @@ impl Lane {
             let (rank, mine) = (self.endpoint.rank, s.header.to_string());
             return Err(OpError::Mismatch { rank, seq, mine, peer, theirs });
         }
-        let plan = self.endpoint.plan.load(Ordering::Acquire);
-        if self.of(p).aside(seq).digest != self.digest ^ plan {
+        if self.of(p).aside(seq).digest != self.digest ^ self.plan {
             let rank = self.endpoint.rank;
             // Where it began, if that is not long ago: in a one-way operation the two need not have met.
             let began = (seq.saturating_sub(SLOTS as u64 - 1).max(1)..seq).find_map(|at| {
