@@ -314,7 +314,8 @@ fn a_second_interrupt_is_enough() {
     job.signal("INT");
     let mut text = String::new();
     job.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
-    assert_eq!(job.end().0.signal(), Some(2));
+    let status = job.end().0;
+    assert_eq!(status.signal(), Some(2), "{status}: {text}");
     assert!(begun.elapsed() < LONG);
     // And not that it had an hour.
     has(&text, &["what had not ended at the second Ctrl-C was killed"]);

@@ -89,7 +89,7 @@ pub struct Server {
     stop: Arc<OwnedFd>,
     ending: Arc<AtomicBool>,
     /// Held while it serves this directory.
-    _lock: File,
+    _claim: Claim,
 }
 
 /// One tenant.
@@ -363,8 +363,23 @@ fn room(policies: &[Arc<Policy>]) -> Result<(), String> {
     hw_bridge::os::exhausted::room_for(need).map_err(|why| format!("what all policies grant {why}; or grant less"))
 }
 
-/// The directory of sockets, with the lock that says whose it is.
-fn claim(dir: &Path) -> Result<File, Error> {
+/// The lock that says whose a directory of sockets is.
+#[derive(Debug)]
+struct Claim(File);
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // A child that another thread is about to start has the lock too, until it becomes its program. One that was forked has what
+        // its parent holds.
+        if !hw_bridge::os::fork::in_child() {
+            let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+        }
+    }
+}
+
+/// Takes the directory of sockets.
+fn claim(dir: &Path) -> Result<Claim, Error> {
+    hw_bridge::os::fork::mark_process();
     let io = |what: &str, source| Error::System { what: format!("{what} {}", dir.display()), source };
     match std::fs::DirBuilder::new().mode(0o711).create(dir) {
         Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(io("making", e)),
@@ -384,7 +399,7 @@ fn claim(dir: &Path) -> Result<File, Error> {
     let file = File::options().create(true).truncate(false).write(true).mode(0o600).open(dir.join("lock"));
     let file = file.map_err(|e| io("opening the lock of", e))?;
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(Claim(file)),
         Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::Config(format!(
             "another service serves {}; end it first, or give this one another directory",
             dir.display()
@@ -425,11 +440,11 @@ impl Server {
         if let Err(why) = room(&policies) {
             tracing::warn!("{why}");
         }
-        let lock = claim(&config.sockets)?;
+        let claim = claim(&config.sockets)?;
         let io = |what: String| move |source: std::io::Error| Error::System { what, source };
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| io("making the stop event".into())(e.into()))?;
         let ending = Arc::default();
-        let mut server = Server { tenants: Vec::new(), doors: Vec::new(), stop: Arc::new(stop), ending, _lock: lock };
+        let mut server = Server { tenants: Vec::new(), doors: Vec::new(), stop: Arc::new(stop), ending, _claim: claim };
         let cores = Arc::<Cores>::default();
         let market = config.market.clone().map(|m| Arc::new(Register::new(m)));
         for policy in policies {
@@ -496,6 +511,19 @@ impl Drop for Server {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What another thread has forked has the descriptor until it becomes its program.
+    #[test]
+    fn a_directory_is_free_when_its_service_is_gone_whoever_has_the_descriptor() {
+        let dir = std::env::temp_dir().join(format!("wccl-claim-{}", std::process::id()));
+        let first = claim(&dir).unwrap();
+        let forked = first.0.try_clone().unwrap();
+        assert!(claim(&dir).unwrap_err().to_string().contains("another service serves"));
+        drop(first);
+        drop(claim(&dir).unwrap());
+        drop(forked);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
 
     #[test]
     fn tenants_that_may_listen_at_one_place_are_refused_by_name() {
