@@ -77,7 +77,7 @@ Exit codes: 0 done, 1 failed, 2 wrongly used; where ranks are started, that of t
 #[command(name = "wccl", version, about, after_help = EXAMPLES, max_term_width = 110)]
 #[command(propagate_version = true, arg_required_else_help = true)]
 struct Cli {
-    /// What to log to stderr: error, warn, info, debug, trace, or per module like `host_runtime=debug,warn`
+    /// What to log to stderr: error, warn, info, debug, trace, or per module like `sandbox=debug,warn`
     #[arg(long, global = true, env = "WCCL_LOG", value_name = "FILTER")]
     log: Option<String>,
     /// How to log: `text`, or `json` with a line an event

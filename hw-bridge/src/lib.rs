@@ -1,7 +1,7 @@
 //! The modelled device and everything native that moves data.
 //!
 //! This crate knows nothing of WebAssembly. It owns the memory (HBM arenas, control segments), the links between
-//! ranks, the reductions, and the sequencer that executes a compiled schedule; `host-runtime` decides what to run.
+//! ranks, the reductions, and the sequencer that executes a compiled schedule; `wccl` decides what to run.
 //!
 //! A room names those below it in this table, never one above:
 //!

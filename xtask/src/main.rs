@@ -19,6 +19,7 @@ use anyhow::{Context, Result, bail};
 mod fuzz;
 mod guests;
 mod programs;
+mod rooms;
 mod route;
 mod spec;
 mod step;
@@ -48,6 +49,7 @@ Commands:
                    --gap US                   how long the tenant computes between two calls (0)
   fuzz [TARGET]  Try the fuzz targets, or one, under libFuzzer; fail at the first finding. Needs a C++ compiler (g++).
                    --seconds N       how long each (180)
+  rooms          Print which folders of each crate name which; fail if they form a circle, or a crate names one it may not.
   spec-coverage  List each invariant of the specification with the tests that prove it.
                    --missing         only those without a test
                    --require LIST    fail unless each has a test; LIST is like 1-27,32,40-45
@@ -96,7 +98,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
     let asks_for_help = |word: &OsString| word == "--help" || word == "-h";
     match command {
         "help" | "--help" | "-h" => help(),
-        "setup" | "guests" | "fuzz" | "spec-coverage" if rest.iter().any(asks_for_help) => help(),
+        "setup" | "guests" | "fuzz" | "rooms" | "spec-coverage" if rest.iter().any(asks_for_help) => help(),
         "setup" => {
             no_arguments(command, rest)?;
             setup(&Workspace::find()?)
@@ -123,6 +125,13 @@ fn run(arguments: &[OsString]) -> Result<u8> {
         }
         "soak" | "isolation" => pass_on(programs::command(&Workspace::find()?, command)?.args(rest)),
         "fuzz" => fuzz::run(&Workspace::find()?, rest),
+        "rooms" => {
+            no_arguments(command, rest)?;
+            let (map, faults) = rooms::check(&Workspace::find()?.root)?;
+            print!("{map}");
+            faults.iter().for_each(|fault| note(&format!("error: {fault}")));
+            Ok(u8::from(!faults.is_empty()))
+        }
         "spec-coverage" => spec_coverage(&Workspace::find()?.root, rest),
         other => Err(Usage(format!("There is no command \"{other}\".")).into()),
     }

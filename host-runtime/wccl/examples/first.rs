@@ -11,7 +11,7 @@ use wccl::nrt::{Buffers, CommOptions, Io, Runtime, RuntimeConfig};
 use wccl::{DataType, ReduceOp};
 
 fn variable(name: &str) -> Result<String, String> {
-    let value = sandbox::vars::variable(name).map_err(|e| e.to_string())?;
+    let value = wccl::vars::variable(name).map_err(|e| e.to_string())?;
     value.ok_or_else(|| format!("{name} is not set: start this by `wccl run -r 4 -- ...`"))
 }
 

@@ -22,4 +22,6 @@ pub mod serve;
 pub mod swap;
 mod turns;
 
+pub use enc;
 pub use hw_bridge::call::{DataType, ReduceOp};
+pub use sandbox::{abort, error, limits, policy, status, tenant, vars};

@@ -1,6 +1,6 @@
 //! The step language of schedules, and the sequencer that executes them.
 //!
-//! `host-runtime` compiles a collective into a [`Schedule`] for this rank, once; [`Lane::run`] executes it as often
+//! `enc` compiles a collective into a [`Schedule`] for this rank, once; [`Lane::run`] executes it as often
 //! as the user calls. In the steady state it allocates nothing, takes no lock, formats nothing and calls no component.
 //!
 //! An operation runs so: wait until the slot may be reused; put a small payload beside the record; publish the record
