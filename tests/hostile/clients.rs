@@ -2,8 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -12,7 +11,7 @@ use wccl::message;
 use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
 use wccl::serve::{ServeConfig, Server, identify};
 
-use crate::zoo::{Animal, Cage, Group, animal, config, said};
+use crate::zoo::{Animal, Cage, Group, animal, config, said, squatted};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -86,8 +85,7 @@ pub fn group() -> Group {
             "a stranger under the name that a control socket had, who never answers",
             "tenant squatted was not swapped: no runtime of that name is open on this machine, for this user, with a control socket…",
             |_| {
-                let name = SocketAddr::from_abstract_name("wccl-control-squatted-1-0")?;
-                let _mute = UnixListener::bind_addr(&name)?;
+                let _mute = squatted("wccl-control-squatted-1-0")?;
                 said(wccl::swap::status("squatted"))
             },
         ),

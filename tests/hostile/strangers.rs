@@ -4,7 +4,6 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use sha2::{Digest, Sha256};
 use tests::zoo::{Plugin, init_comm};
 use wccl::nrt::{CommOptions, Communicator, Runtime};
 
-use crate::zoo::{Animal, Group, animal, config, opened, said};
+use crate::zoo::{Animal, Group, animal, config, opened, said, squatted};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(30);
@@ -150,10 +149,9 @@ pub fn group() -> Group {
             let mut h = Sha256::new();
             [&666u64.to_le_bytes()[..], &key, b"abc"].into_iter().for_each(|part| h.update(part));
             let hex: String = h.finalize()[..20].iter().map(|b| format!("{b:02x}")).collect();
-            let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("wccl-rdv-{hex}"))?;
-            let squatter = UnixListener::bind_addr(&name)?;
+            let squatter = squatted(&format!("wccl-rdv-{hex}"))?;
             std::thread::spawn(move || {
-                for visitor in squatter.incoming().flatten() {
+                for visitor in squatter.iter().flat_map(UnixListener::incoming).flatten() {
                     // One that has left does not matter.
                     let _ = (&visitor).write_all(&[2; 60]);
                 }

@@ -1,6 +1,8 @@
 //! What an animal is, its cage, and how one is run and checked.
 
 use std::fmt::Write as _;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
@@ -242,4 +244,12 @@ pub fn document(groups: &[Group]) {
     }
     let written = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(written == text, "docs/hostile-zoo.md is not what the zoo says; its head tells how to write it anew");
+}
+
+/// A listener under an abstract name of this machine; none where somebody else has it, such as another run of these tests.
+pub fn squatted(name: &str) -> std::io::Result<Option<UnixListener>> {
+    match UnixListener::bind_addr(&SocketAddr::from_abstract_name(name)?) {
+        Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => Ok(None),
+        made => made.map(Some),
+    }
 }

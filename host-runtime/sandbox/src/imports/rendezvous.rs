@@ -323,22 +323,22 @@ mod tests {
     /// Where the name could be guessed before there was a key, and where somebody has seen it since: nobody is led there.
     #[test]
     fn who_squats_a_name_gets_nobody() {
-        let mut s = instance(&tenant(4));
+        let (mut s, key) = (instance(&tenant(4)), std::process::id().to_le_bytes());
         let squat = |name: &str| UnixListener::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
         // A plain hash of what a plugin knows.
         let mut h = <Sha256 as sha2::Digest>::new();
-        for part in [&s.tenant.id.to_le_bytes()[..], b"key", b"local-root-0"] {
+        for part in [&s.tenant.id.to_le_bytes()[..], &key, b"local-root-0"] {
             sha2::Digest::update(&mut h, part);
         }
         let hex: String = sha2::Digest::finalize(h)[..20].iter().map(|b| format!("{b:02x}")).collect();
         let _guessed = squat(&format!("wccl-rdv-{hex}"));
-        assert!(s.do_lookup(b"key", "local-root-0", 20).is_err());
+        assert!(s.do_lookup(&key, "local-root-0", 20).is_err());
         let nobody = said(&mut s);
         assert!(nobody.contains("nobody published `local-root-0`") && !nobody.contains("does not know"), "{nobody}");
-        s.do_publish(b"key", "local-root-0", &[1; ADDRESS_BYTES]).unwrap();
-        assert_eq!(s.do_lookup(b"key", "local-root-0", 10_000).unwrap(), [1; ADDRESS_BYTES]);
+        s.do_publish(&key, "local-root-0", &[1; ADDRESS_BYTES]).unwrap();
+        assert_eq!(s.do_lookup(&key, "local-root-0", 10_000).unwrap(), [1; ADDRESS_BYTES]);
         // One that has seen it, and takes it when it is free.
-        let seen = Name { group: s.key.unwrap(), key: b"key", name: "local-root-0" }.socket();
+        let seen = Name { group: s.key.unwrap(), key: &key, name: "local-root-0" }.socket();
         s.release();
         let squatter = squat(&seen);
         std::thread::spawn(move || {
@@ -349,7 +349,7 @@ mod tests {
         });
         let begun = Instant::now();
         loop {
-            assert!(s.do_lookup(b"key", "local-root-0", 20).is_err());
+            assert!(s.do_lookup(&key, "local-root-0", 20).is_err());
             // The squatter's thread may not have come to it.
             let said = said(&mut s);
             if said.contains("who answers by that name does not know the group's key") {
