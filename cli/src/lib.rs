@@ -1,63 +1,39 @@
-//! `wccl`: collectives whose transport logic is a sandboxed WebAssembly component.
+//! The program `wccl`, as a library: the binary is a call of [`main`], and tests and fuzzing use the rest.
 //!
-//! One file a subcommand; what they share lies in rooms of its own.
-//!
-//! | room | owns |
+//! | room | holds |
 //! |---|---|
-//! | `demo`, `bench`, `peer`, `run`, `serve`, `plugin`, `tenant`, `swap`, `info`, `top` | the subcommands (`peer` is the machine-readable form of `bench`) |
-//! | `tune`, `explain`, `plot` | further forms of `bench`: what is fastest where, what would be done and why, a page that shows it |
-//! | `launcher`, `guard` | processes of a group: start, watch, end; their parent, which ends them when the launcher is gone |
-//! | `output`, `tree` | what ranks write, tagged; the processes below this one |
-//! | `worker` | the hidden subcommand that is one rank, and what ranks agree on |
-//! | `cores` | which cores are free for ranks to bind to |
-//! | `collective` | names, shapes, buffers and calls of the collectives |
-//! | `reference` | known inputs and the results that must come out, computed without the runtime |
-//! | `sweep` | the collectives and sizes that a table goes through |
-//! | `measure` | timing of back-to-back calls, bandwidths |
-//! | `size`, `term` | sizes as users write them; terminal output |
+//! | `cmd` | the subcommands, one file each, and what they share of their ranks |
+//! | [`page`] | the page that shows a bench |
+//! | [`rank`] | one rank of a demo or a bench: its seat, the calls, the results that must come out, timing |
+//! | `launch` | processes of a group: start, watch, end; what they write |
+//! | [`size`], `term`, `log`, `usage` | sizes and times as users write them; terminal output; what to log; wrong command lines |
 //!
 //! Exit codes: 0 done, 1 failed, 2 wrongly used; where ranks are started, that of the first that failed.
 
 #![forbid(unsafe_code)]
 
-mod act_two;
-mod bench;
-mod collective;
-mod cores;
-mod demo;
-mod explain;
-mod guard;
-mod info;
-mod launcher;
-mod load;
-mod measure;
-mod output;
-mod peer;
-mod plot;
-mod plugin;
-mod reference;
-mod run;
-mod serve;
-mod size;
-mod swap;
-mod sweep;
-mod tenant;
+mod cmd;
+mod launch;
+mod log;
+pub mod page;
+pub mod rank;
+pub mod size;
 mod term;
-mod top;
-mod tree;
-mod tune;
-mod worker;
+mod usage;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
-use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use sandbox::vars;
 use tracing_subscriber::EnvFilter;
 
-use crate::launcher::{Failed, Interrupted};
+use crate::cmd::{bench, demo, info, plugin, run, serve, swap, tenant, top, worker};
+use crate::launch::guard;
+use crate::launch::launcher::{Failed, Interrupted};
+use crate::log::{LOG_FORMAT, LogFormat};
+use crate::usage::Usage;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -86,18 +62,6 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
 }
-
-/// How to log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum LogFormat {
-    /// For people.
-    Text,
-    /// For those who collect.
-    Json,
-}
-
-/// What was asked for; ranks that this program starts are told.
-static LOG_FORMAT: OnceLock<LogFormat> = OnceLock::new();
 
 #[derive(Subcommand)]
 enum Command {
@@ -129,21 +93,6 @@ enum Command {
     #[command(name = "__guard", hide = true)]
     Guard(guard::Args),
 }
-
-/// The command line makes no sense in a way that only the subcommand can tell: exit code 2.
-#[derive(Debug)]
-pub struct Usage(
-    /// What is wrong and what to write instead.
-    pub String,
-);
-
-impl std::fmt::Display for Usage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} (--help explains)", self.0)
-    }
-}
-
-impl std::error::Error for Usage {}
 
 fn start_log(cli: &Cli) -> anyhow::Result<()> {
     // Who asks about a plugin, or needs one, prints the reason of a refused load by itself.
@@ -222,7 +171,8 @@ fn read() -> anyhow::Result<Cli> {
     Ok(Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()))
 }
 
-fn main() -> ExitCode {
+/// The program: reads the command line, does it, says what went wrong; answers the exit code.
+pub fn main() -> ExitCode {
     // A guard keeps what its launcher has blocked for it: what is sent to all of a group must not end it before it has begun.
     if std::env::args_os().nth(1).is_none_or(|a| a != "__guard") {
         // If the kernel refuses even this, what follows says so better.

@@ -1,5 +1,7 @@
 //! Sizes as users write them: `8`, `64K`, `1.5M`, `2GiB`, `1T`. K, M, G and T are powers of 1024, as in nccl-tests.
 
+use std::time::Duration;
+
 /// Reads a size in bytes.
 ///
 /// # Errors
@@ -77,6 +79,19 @@ pub fn short(bytes: u64) -> String {
     bytes.to_string()
 }
 
+/// Reads seconds, such as `30` or `0.5`.
+///
+/// # Errors
+/// A sentence that says what was expected.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    /// A year.
+    const MOST: f64 = 366.0 * 86400.0;
+    match text.parse::<f64>() {
+        Ok(s) if (0.0..=MOST).contains(&s) => Ok(Duration::from_secs_f64(s)),
+        _ => Err(format!("`{text}` is no number of seconds from 0 to a year, such as 30 or 0.5")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,5 +162,15 @@ mod tests {
             assert_eq!(parse(&short(bytes)), Ok(bytes));
         }
         assert_eq!(short(3 << 20), "3M");
+    }
+
+    #[test]
+    fn seconds_are_numbers_from_zero_to_a_year() {
+        assert_eq!(seconds("30"), Ok(Duration::from_secs(30)));
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        assert_eq!(seconds("0"), Ok(Duration::ZERO));
+        for bad in ["", "-1", "1s", "nan", "inf", "1e300"] {
+            assert!(seconds(bad).unwrap_err().contains(bad));
+        }
     }
 }

@@ -13,7 +13,7 @@
 //! | `state-import` | the plan that another instance exported | `nccom_core::state` |
 //! | `proxy` | the plugin's lists of network operations | `hw_bridge::proxy` |
 //! | `loader` | a plugin file | `sandbox::load` |
-//! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `sandbox::imports`, `reverse` and `net` |
+//! | `guest` | a plugin that runs: what it calls of the host, in which order, with what | `sandbox::imports` |
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
 //! | `links` | both ends of a link | `hw_bridge::memory::links` |
 //! | `handshake` | who dials a bootstrap socket, or answers there | `sandbox::imports`, the handshake |
@@ -32,20 +32,6 @@ mod leak;
 mod peer;
 mod service;
 mod user;
-
-// The program's own readers, as they are.
-#[allow(dead_code)]
-#[path = "../../cli/src/collective.rs"]
-mod collective;
-#[allow(dead_code)]
-#[path = "../../cli/src/plot.rs"]
-mod plot;
-#[allow(dead_code)]
-#[path = "../../cli/src/reference.rs"]
-mod reference;
-#[allow(dead_code)]
-#[path = "../../cli/src/size.rs"]
-mod size;
 
 /// A target: its name, the function, and how many changed inputs a replay tries (fewer where one costs more).
 #[derive(Debug, Clone, Copy)]

@@ -9,7 +9,9 @@ use hw_bridge::model::DeviceModel;
 use sandbox::policy::Policy;
 use wccl::nrt::RuntimeConfig;
 
-use crate::{collective, plot, size};
+use wccl_cli::page::plot;
+use wccl_cli::rank::collective;
+use wccl_cli::size;
 
 /// Lines `NAME=value`. Names of files are left out: what is in them has targets of its own.
 pub fn environment(data: &[u8]) {

@@ -12,7 +12,7 @@ use sandbox::error::Error;
 use sandbox::limits::Limits;
 use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
 
-use crate::load::{Load, Sum, lost_and_wrong, percentile_ms};
+use crate::rank::load::{Load, Sum, lost_and_wrong, percentile_ms};
 use crate::term::Progress;
 
 const RANKS: usize = 2;

@@ -9,12 +9,16 @@ use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 use wccl::{DataType, ReduceOp};
 
-use crate::collective::{self, Buffers, Memory};
-use crate::measure::{self, Times, number};
-use crate::sweep::Sweep;
+use crate::cmd::sweep::Sweep;
+use crate::cmd::worker::{self, Ranks};
+use crate::cmd::{explain, peer, tune};
+use crate::page::plot;
+use crate::rank::collective::{self, Buffers, Memory};
+use crate::rank::measure::{self, Times, number};
+use crate::rank::member;
+use crate::size;
 use crate::term::{Paint, Progress};
-use crate::worker::{self, Ranks};
-use crate::{Usage, explain, peer, plot, size, tune};
+use crate::usage::Usage;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -245,7 +249,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let paint = Paint::stdout();
     let progress = Progress::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
-    let mut m = worker::join(rank, n)?;
+    let mut m = member::join(rank, n)?;
 
     say(&format!(
         "# {}; {} warm-up and {} timed calls a size; GB is 10^9 bytes",
@@ -275,7 +279,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             let mut bad = None;
             if job.check {
                 let mine = case.check(&mut m.comm, &mut buffers)?;
-                let [all] = worker::sums(&mut m.comm, [mine])?;
+                let [all] = member::sums(&mut m.comm, [mine])?;
                 wrong += all;
                 bad = Some(all);
             }

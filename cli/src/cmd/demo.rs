@@ -9,11 +9,13 @@ use serde::{Deserialize, Serialize};
 use wccl::nrt::Communicator;
 use wccl::{DataType, ReduceOp};
 
-use crate::act_two;
-use crate::collective::{self, Buffers, Case, Memory, has_in_place, has_root, reduces};
-use crate::measure::{self, number};
+use crate::cmd::act_two;
+use crate::cmd::worker::{self, Ranks};
+use crate::rank::collective::{self, Buffers, Case, Memory, has_in_place, has_root, reduces};
+use crate::rank::measure::{self, number};
+use crate::rank::member;
+use crate::rank::member::Member;
 use crate::term::{self, Paint, Progress};
-use crate::worker::{self, Member, Ranks};
 
 /// Time of the timed calls of one row.
 const ROW: Duration = Duration::from_millis(60);
@@ -73,7 +75,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let paint = Paint::stdout();
     let progress = Progress::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
-    let mut m = worker::join(rank, n)?;
+    let mut m = member::join(rank, n)?;
     if first {
         for line in introduction(&m)? {
             progress.print(&line)?;
@@ -86,7 +88,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     // ring neighbours, once.
     progress.phase("first call");
     m.comm.barrier()?;
-    worker::sums(&mut m.comm, [0])?;
+    member::sums(&mut m.comm, [0])?;
     let warm = m.runtime.component_calls();
     let mut hbm = Buffers::new(&m.comm, Memory::Hbm, LARGEST)?;
     let mut host = Buffers::new(&m.comm, Memory::Host, LARGEST)?;
@@ -133,7 +135,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             }
             bad += mine;
         }
-        let [bad] = worker::sums(&mut m.comm, [bad])?;
+        let [bad] = member::sums(&mut m.comm, [bad])?;
         wrong += bad;
         say(&format!(
             "  {:<17}{:>4} calls: {:<60} #wrong {}",
@@ -146,7 +148,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 
     let end = m.runtime.component_calls();
     let ops = m.comm.counters().ops;
-    let [init, once, during, ops] = worker::sums(&mut m.comm, [planned, warm - planned, end - warm, ops])?;
+    let [init, once, during, ops] = member::sums(&mut m.comm, [planned, warm - planned, end - warm, ops])?;
     say("")?;
     let moved = if during == 0 { paint.good("0") } else { paint.bad(&during.to_string()) };
     say(&format!(
@@ -216,7 +218,7 @@ fn row(
 ) -> anyhow::Result<(String, u64)> {
     let n = comm.nranks();
     let bad = case.check(comm, buffers)?;
-    let [bad] = worker::sums(comm, [bad])?;
+    let [bad] = member::sums(comm, [bad])?;
     buffers.zero(case.bytes(n))?;
     let begin = Instant::now();
     let warm = 3;
@@ -224,7 +226,7 @@ fn row(
         case.issue(comm, buffers)?;
     }
     let fitting = ROW.as_nanos() / (begin.elapsed().as_nanos() / warm).max(1);
-    let iters = worker::decided(comm, (fitting as u64).clamp(3, MOST_CALLS))?;
+    let iters = member::decided(comm, (fitting as u64).clamp(3, MOST_CALLS))?;
     let times = measure::calls(comm, buffers, case, iters as usize)?;
     let bytes = case.bytes(n);
     let (alg, bus) = collective::bandwidth(case.op, bytes, n, times.mean);

@@ -12,10 +12,11 @@ use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
 use serde::{Deserialize, Serialize};
 
-use crate::collective::{Case, Memory};
-use crate::sweep::Sweep;
+use crate::cmd::sweep::Sweep;
+use crate::rank::collective::{Case, Memory};
+use crate::rank::member;
+use crate::size;
 use crate::term::Progress;
-use crate::{size, worker};
 
 /// What a rank needs to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -180,7 +181,7 @@ fn listed(rings: &[Vec<usize>]) -> Vec<String> {
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let progress = Progress::start(first, "loading the plugin and joining the group");
-    let mut m = worker::join(rank, n)?;
+    let mut m = member::join(rank, n)?;
     // All are linked now, and have agreed on what the choice goes by.
     m.comm.barrier()?;
     if !first {

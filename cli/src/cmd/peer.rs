@@ -12,9 +12,11 @@ use serde::{Deserialize, Serialize};
 use wccl::nrt::Communicator;
 use wccl::{DataType, ReduceOp};
 
-use crate::collective::{self, Buffers, Case, Memory};
+use crate::rank::collective::{self, Buffers, Case, Memory};
+use crate::rank::{measure, member};
+use crate::size;
 use crate::term::Progress;
-use crate::{Usage, measure, size, worker};
+use crate::usage::Usage;
 
 /// The collectives of a comparison, and the names they have in its lines.
 const NAMES: [(Op, &str); 6] = [
@@ -123,7 +125,7 @@ fn name(op: Op) -> Option<&'static str> {
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let progress = Progress::start(first, "loading the plugin and joining the group");
-    let mut m = worker::join(rank, n)?;
+    let mut m = member::join(rank, n)?;
     let case = |op, bytes: u64| {
         // Every rank moves one float at least.
         let mut case = Case::of_bytes(op, DataType::Fp32, ReduceOp::Sum, bytes.max(1), n);
@@ -153,7 +155,7 @@ fn point(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, job: &Job)
     let n = comm.nranks();
     let moved = case.bytes(n);
     let mine = case.check(comm, buffers)?;
-    let [wrong] = worker::sums(comm, [mine])?;
+    let [wrong] = member::sums(comm, [mine])?;
     anyhow::ensure!(wrong == 0, "{} of {moved} bytes: {wrong} elements are wrong, {mine} of them here", case.op.name());
     // From zeros on, a sum in place stays finite.
     buffers.zero(moved)?;
@@ -170,12 +172,12 @@ fn point(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, job: &Job)
         }
         let spent = begin.elapsed().as_secs_f64();
         let more = spent < budget / 10.0 && done < job.max_iters / 4;
-        if worker::decided(comm, u64::from(more))? == 0 {
+        if member::decided(comm, u64::from(more))? == 0 {
             break spent;
         }
     };
     let fitting = if spent > 0.0 { budget / (spent / done as f64) } else { job.max_iters as f64 };
-    let iters = worker::decided(comm, (fitting as u64).clamp(job.min_iters, job.max_iters))?;
+    let iters = member::decided(comm, (fitting as u64).clamp(job.min_iters, job.max_iters))?;
     let times = measure::calls(comm, buffers, case, iters as usize)?;
     let round = |us: f64| (us * 1e3).round() / 1e3;
     Ok(Line {

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crate::launcher::{self, Group};
+use crate::launch::launcher::{self, Group};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -25,19 +25,6 @@ Exit code: 0 if every rank ended with 0; that of the first rank that failed; 128
 the ranks could not be started. A wccl that INT, TERM or QUIT asked to end ends by that signal when its ranks have ended; as the \
 first process of a container it exits with 128 and its number.";
 
-/// Reads seconds, such as `30` or `0.5`.
-///
-/// # Errors
-/// A sentence that says what was expected.
-pub fn seconds(text: &str) -> Result<Duration, String> {
-    /// A year.
-    const MOST: f64 = 366.0 * 86400.0;
-    match text.parse::<f64>() {
-        Ok(s) if (0.0..=MOST).contains(&s) => Ok(Duration::from_secs_f64(s)),
-        _ => Err(format!("`{text}` is no number of seconds from 0 to a year, such as 30 or 0.5")),
-    }
-}
-
 /// Arguments of `wccl run`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
@@ -52,7 +39,7 @@ pub struct Args {
     #[arg(long, value_name = "SOCKET", env = "WCCL_SERVICE")]
     service: Option<std::path::PathBuf>,
     /// Seconds that ranks have to end in, after they were asked to and before SIGKILL
-    #[arg(long, value_name = "S", default_value = "30", value_parser = seconds)]
+    #[arg(long, value_name = "S", default_value = "30", value_parser = crate::size::seconds)]
     grace: Duration,
     /// The program and its arguments
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
@@ -64,7 +51,8 @@ pub struct Args {
 /// # Errors
 /// The program cannot be started, or a rank failed.
 pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
-    let (program, rest) = args.program.split_first().ok_or_else(|| crate::Usage("no program is named".into()))?;
+    let (program, rest) =
+        args.program.split_first().ok_or_else(|| crate::usage::Usage("no program is named".into()))?;
     let group = Group {
         ranks: args.ranks as usize,
         program: program.clone(),
@@ -76,19 +64,4 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
     };
     group.run()?;
     Ok(ExitCode::SUCCESS)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn seconds_are_numbers_from_zero_to_a_year() {
-        assert_eq!(seconds("30"), Ok(Duration::from_secs(30)));
-        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        assert_eq!(seconds("0"), Ok(Duration::ZERO));
-        for bad in ["", "-1", "1s", "nan", "inf", "1e300"] {
-            assert!(seconds(bad).unwrap_err().contains(bad));
-        }
-    }
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use wccl::swap::{self, Kind, Member, Order, Outcome, Report, Status};
 
-use crate::Usage;
 use crate::term::{self, Paint};
+use crate::usage::Usage;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -4,7 +4,7 @@ use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 use wccl::{DataType, ReduceOp};
 
-use crate::collective::{self, Case, Memory};
+use crate::rank::collective::{self, Case, Memory};
 
 /// A part of a rank's job.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -15,8 +15,8 @@ use hw_bridge::memory::segment::Segment;
 use hw_bridge::os::process::is_stopped;
 use rustix::fs::{Mode, OFlags};
 
-use crate::Usage;
 use crate::term::Paint;
+use crate::usage::Usage;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -18,12 +18,16 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use serde::{Deserialize, Serialize};
 use wccl::nrt::RuntimeConfig;
 
-use crate::collective::{Buffers, Case, Memory};
-use crate::measure::{self, number};
-use crate::sweep::Sweep;
+use crate::cmd::explain;
+use crate::cmd::sweep::Sweep;
+use crate::cmd::worker::{self, Ranks};
+use crate::page::plot;
+use crate::rank::collective::{Buffers, Case, Memory};
+use crate::rank::measure::{self, number};
+use crate::rank::member;
+use crate::size;
 use crate::term::{self, Progress};
-use crate::worker::{self, Ranks};
-use crate::{Usage, explain, plot, size};
+use crate::usage::Usage;
 
 /// Share of the time that another algorithm must save before it is taken.
 const GAIN: f64 = 0.03;
@@ -177,7 +181,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
     // What is measured is all algorithms, whatever the environment prefers.
     let config = RuntimeConfig { algorithm: None, one_hop_max: None, table: None, ..RuntimeConfig::from_env()? };
-    let mut m = worker::join_by(config, rank, n)?;
+    let mut m = member::join_by(config, rank, n)?;
     // All are linked then, and have agreed on what serves.
     m.comm.barrier()?;
     let mut rows = Vec::new();
@@ -203,7 +207,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                         m.comm.set_algorithm(Some(*algorithm));
                         if job.check && turn == 0 {
                             let mine = case.check(&mut m.comm, &mut buffers)?;
-                            let [wrong] = worker::sums(&mut m.comm, [mine])?;
+                            let [wrong] = member::sums(&mut m.comm, [mine])?;
                             anyhow::ensure!(
                                 wrong == 0,
                                 "{} of {} bytes by {}: {wrong} elements are wrong",

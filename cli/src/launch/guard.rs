@@ -37,7 +37,7 @@ use rustix::process::{
 use serde::{Deserialize, Serialize};
 use wccl::message::{MessageError, receive, send};
 
-use crate::tree;
+use crate::launch::tree;
 
 /// How long the other side of the socket may take to read or to finish what it began to say.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -225,7 +225,7 @@ impl Guard {
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Seconds between the first request to end and SIGKILL.
-    #[arg(long, value_parser = crate::run::seconds)]
+    #[arg(long, value_parser = crate::size::seconds)]
     grace: Duration,
     /// What a rank is.
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]

@@ -1,6 +1,6 @@
 //! A group of processes on this machine, one a rank: started, watched, and ended together.
 //!
-//! The first rank that fails ends all others, and is named. The [`guard`](crate::guard) is the parent of the ranks; it ends all
+//! The first rank that fails ends all others, and is named. The [`guard`](crate::launch::guard) is the parent of the ranks; it ends all
 //! that they started, also if this process goes, by whatever way.
 //!
 //! Signals to this process are the ranks': INT, TERM and QUIT are handed on and begin the end, the others are handed on and that is
@@ -22,9 +22,9 @@ use hw_bridge::os::signals::{Arrived, Signals, is_ignored};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 
-use crate::guard::{Ended, Event, Guard, HANDED_ON};
-use crate::output::Printing;
-use crate::tree;
+use crate::launch::guard::{Ended, Event, Guard, HANDED_ON};
+use crate::launch::output::Printing;
+use crate::launch::tree;
 
 /// Between the first request to end and SIGKILL, unless the user says otherwise.
 pub const GRACE: Duration = Duration::from_secs(30);

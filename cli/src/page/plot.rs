@@ -15,7 +15,8 @@ use anyhow::{Context, bail};
 use hw_bridge::call::Op;
 use serde::Deserialize;
 
-use crate::{collective, size};
+use crate::rank::collective;
+use crate::size;
 
 /// Bytes a file of results may have.
 const MAX_RESULTS_BYTES: u64 = 64 << 20;

@@ -6,7 +6,7 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use wccl::nrt::{Communicator, Io, Peers, Tensor};
 use wccl::{DataType, ReduceOp};
 
-use crate::reference::{Pattern, Tile, wrong_elements};
+use crate::rank::reference::{Pattern, Tile, wrong_elements};
 
 /// Bytes behind an output that must stay as they are.
 pub const RIM: u64 = 64;

@@ -8,8 +8,8 @@ use std::time::Instant;
 use sandbox::error::Error;
 use wccl::nrt::Communicator;
 
-use crate::collective::{Buffers, Case};
-use crate::worker;
+use crate::rank::collective::{Buffers, Case};
+use crate::rank::member;
 
 /// Times of one call in microseconds, each the slowest rank's.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
@@ -46,7 +46,7 @@ pub fn calls(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, iters:
         *t = start.elapsed().as_nanos() as u64;
     }
     let mine = summary(&mut ns);
-    let [mean, p50, p99, min] = worker::largest(comm, [mine.mean, mine.p50, mine.p99, mine.min])?;
+    let [mean, p50, p99, min] = member::largest(comm, [mine.mean, mine.p50, mine.p99, mine.min])?;
     Ok(Times { mean, p50, p99, min })
 }
 

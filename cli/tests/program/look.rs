@@ -4,10 +4,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use tests::zoo::{self, Plugin, REPLY, SCRATCH};
-use wccl::nrt::{Runtime, RuntimeConfig};
 
-use crate::common::{Dir, has, said, wccl};
+use crate::common::{has, said, wccl};
 
 /// Bound against hangs.
 const HANG: Duration = Duration::from_secs(240);
@@ -129,25 +127,4 @@ fn a_variable_that_cannot_be_read_is_an_error_that_names_it() {
     // Where a path is meant, its bytes are the path.
     let out = wccl().arg("info").env("WCCL_PLUGIN", bytes).output().unwrap();
     has(&said(&out), &["/none/"]);
-}
-
-/// Its probe runs for what is printed of it, with nothing of what a program's plugin has.
-#[test]
-fn info_only_looks_at_the_plugin() {
-    let mut p = Plugin::lone_rank().unwrap();
-    let dump = p.text("NCCL_TOPO_DUMP_FILE");
-    let write = format!("(call $files.write {dump} (i32.const {SCRATCH}) (i32.const 1) (i32.const {REPLY}))");
-    p.body("neuron-get-version-info", write + &zoo::probe(Some(89)));
-    let dir = Dir::new("look");
-    let (plugin, dump) = (dir.0.join("writes.wasm"), dir.0.join("dump.xml"));
-    std::fs::write(&plugin, p.build().unwrap()).unwrap();
-    let out = wccl().arg("info").env("WCCL_PLUGIN", &plugin).env("NCCL_TOPO_DUMP_FILE", &dump).output().unwrap();
-    assert_eq!(out.status.code(), Some(0), "{}", said(&out));
-    has(&said(&out), &["writes.wasm"]);
-    assert_eq!(dir.names(), ["writes.wasm"]);
-    // A program's does write it.
-    let mut config = RuntimeConfig { plugin: Some(plugin), control: false, ..RuntimeConfig::default() };
-    config.vars.insert("NCCL_TOPO_DUMP_FILE".into(), dump.to_str().unwrap().into());
-    let runtime = Runtime::open(config).unwrap();
-    assert!(runtime.load_error().is_none() && dump.exists());
 }

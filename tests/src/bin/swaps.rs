@@ -12,11 +12,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use wccl::nrt::RuntimeConfig;
-
-// What the demo uses, as it is.
-#[allow(dead_code)]
-#[path = "../../../cli/src/load.rs"]
-mod load;
+use wccl_cli::rank::load;
 
 const RANKS: usize = 4;
 /// 64 KiB a message.

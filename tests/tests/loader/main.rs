@@ -11,6 +11,7 @@ mod by_hand;
 mod callbacks;
 mod contracts;
 mod gates;
+mod look;
 mod net;
 mod table;
 mod whole_table;

@@ -16,14 +16,6 @@ mod plan;
 mod rank;
 mod watch;
 
-// The same buffers, calls and reference as the program's, so that a collective added there is soaked here.
-#[allow(dead_code)]
-#[path = "../../../../cli/src/collective.rs"]
-mod collective;
-#[allow(dead_code)]
-#[path = "../../../../cli/src/reference.rs"]
-mod reference;
-
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

@@ -3,7 +3,8 @@
 use hw_bridge::call::Op;
 use wccl::{DataType, ReduceOp};
 
-use crate::collective::{self, Case, Memory};
+// The same buffers, calls and reference as the program's, so that a collective added there is soaked here.
+use wccl_cli::rank::collective::{self, Case, Memory};
 
 /// Numbers from a seed: splitmix64.
 #[derive(Debug, Clone)]

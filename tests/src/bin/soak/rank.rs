@@ -22,8 +22,8 @@ use anyhow::{Context, Result, bail, ensure};
 use sandbox::error::Error;
 use wccl::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
-use crate::collective::Buffers;
 use crate::plan::{Rng, operation};
+use wccl_cli::rank::collective::Buffers;
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();

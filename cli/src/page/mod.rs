@@ -1,0 +1,3 @@
+//! Pages that show what was measured.
+
+pub mod plot;
