@@ -17,8 +17,6 @@
 //! | `plan` | what this library keeps of each communicator |
 //! | `exports` | the 37 entries, the task entry, the life cycle |
 
-#![deny(unsafe_code)]
-
 pub mod bootstrap;
 pub mod connect;
 pub mod fail;

@@ -1,11 +1,11 @@
 //! Bootstrap sockets. Every call has a deadline, is ended by the instance's abort, and survives signals (EINTR).
 //!
 //! A connection is the guest's once its host has shown that it knows the group's key, and the other end is believed once it has:
-//! [`crate::objects::handshake`] says how, [`crate::objects::gate`] how many strangers are heard meanwhile. An instance of no group has no sockets.
+//! `objects::handshake` says how, `objects::gate` how many strangers are heard meanwhile. An instance of no group has no sockets.
 //!
 //! What a connection may cost is bounded: the kernel's buffers have a fixed size, and as much as one receive may have come early.
 //!
-//! A wait that the deadline of an operation cuts short, and every one after it, ends with [`OVERDUE`] and not with a time-out: a
+//! A wait that the deadline of an operation cuts short, and every one after it, ends with `OVERDUE` and not with a time-out: a
 //! guest that tries again until its own, later deadline would never come back.
 
 use crate::store::Wait;
@@ -42,6 +42,8 @@ const MAX_RESOLVING: usize = 4;
 const LOOK_MS: u32 = 50;
 /// Longest attempt to connect: time for a lost packet to be sent again twice.
 const ATTEMPT: Duration = Duration::from_secs(4);
+/// The longest pause before a listener is dialled again that left before it had shown that it is of the group.
+const MOST_ABSENT: Duration = Duration::from_secs(3);
 /// First pause between two attempts to connect or bind; doubles up to the second.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
 
@@ -302,8 +304,17 @@ impl HostState {
         // What is behind it, even if the other side has gone meanwhile.
         let mut starved = None;
         // Who listens there may be about to go: it is not dialled again and again.
-        if self.absent.take() == Some(addr) && matches!(self.pause(BACKOFF.1, until), Wait::Ended) {
-            return self.ended(&format!("connecting to {addr}"));
+        if !self.absent.is_zero() {
+            // Who only looks does dial.
+            match self.pause(self.absent.min(Duration::from_millis(u64::from(ms) / 2)), until) {
+                Wait::Ready => {}
+                Wait::Ended => return self.ended(&format!("connecting to {addr}")),
+                Wait::Late => {
+                    let what =
+                        || format!("{addr} was not dialled again within {ms} ms: who listens there had just left");
+                    return self.late(ms, what);
+                }
+            }
         }
         loop {
             let e = match self.attempt(&addr, until) {
@@ -330,6 +341,7 @@ impl HostState {
                 ErrorKind::ConnectionRefused
                     | ErrorKind::ConnectionReset
                     | ErrorKind::ConnectionAborted
+                    | ErrorKind::NotConnected
                     | ErrorKind::BrokenPipe
                     | ErrorKind::TimedOut
                     | ErrorKind::Interrupted
@@ -454,7 +466,10 @@ impl HostState {
             let ConnectionObject { stream, dialled, .. } = self.table.get_mut(handle)?;
             let Some(unproven) = dialled else { return Ok(Ok(())) };
             match unproven.hear(&mut &*stream) {
-                Ok(true) => *dialled = None,
+                Ok(true) => {
+                    *dialled = None;
+                    self.absent = Duration::ZERO;
+                }
                 Ok(false) => {
                     let Some(until) = until else { return Ok(Ok(())) };
                     let stream = &self.table.get(handle)?.stream;
@@ -494,7 +509,8 @@ impl HostState {
             "RX, connection closed by remote peer {to} before it had shown that it knows the group's key: it has ended, or it is \
              of another group or job (WCCL_JOB_SECRET must be the same for all ranks that meet at host:port)"
         );
-        self.absent = Some(to);
+        // Longer each time: it may be a root with another secret, which tells its operator of every visit.
+        self.absent = (self.absent * 2).clamp(BACKOFF.1, MOST_ABSENT);
         self.left(Status::UNINITIALIZED, ms, what)
     }
 
@@ -520,6 +536,11 @@ impl HostState {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => {
                     let who = peer_name(stream);
+                    // One that has left since it was looked at a moment ago.
+                    if let Some(unproven) = &self.table.get(handle)?.dialled {
+                        let to = unproven.to;
+                        return Ok(self.unproven(to, Unproven::Closed, ms));
+                    }
                     return Ok(self.gone(ms, format!("TX, connection closed by remote peer {who}: {e}")));
                 }
             }

@@ -58,8 +58,8 @@ pub struct HostState {
     pub(crate) key: Option<GroupKey>,
     /// Where the root of the id listens by which it joins, if it joins by one.
     pub root: Option<SocketAddr>,
-    /// Who was dialled last and left before it had shown that it is of the group.
-    pub(crate) absent: Option<SocketAddr>,
+    /// How long to wait before the next one is dialled, since the last left before it had shown that it is of the group.
+    pub(crate) absent: Duration,
     /// The host name of the root as its program wrote it, if it joins at `host:port`: it may be looked up.
     pub root_name: Option<String>,
     /// Everything that is logged on behalf of this instance stands in it.
@@ -125,7 +125,7 @@ impl HostState {
             client: None,
             key: None,
             root: None,
-            absent: None,
+            absent: Duration::ZERO,
             root_name: None,
             published: Vec::new(),
             entry: "",
@@ -339,6 +339,7 @@ impl HostState {
         self.spent = Duration::ZERO;
         self.looked = self.begun;
         self.ended = Ended::ByItself;
+        self.absent = Duration::ZERO;
         self.causes.clear();
         self.limit = None;
     }

@@ -495,6 +495,11 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if hw_bridge::os::fork::in_child() {
+            // The event, the sockets and the threads are the parent's.
+            self.doors.drain(..).for_each(std::mem::forget);
+            return;
+        }
         // Our own event: the write cannot fail in a way that matters.
         let _ = rustix::io::write(self.stop.as_fd(), &1u64.to_ne_bytes());
         for hosted in &self.tenants {

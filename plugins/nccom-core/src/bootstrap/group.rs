@@ -4,11 +4,9 @@
 //! group is the no-op the original asks for (INV-24).
 
 use super::lobby::Lobby;
-use super::root::{hear_out, watch_root};
-use super::wire::{
-    ANSWER_BYTES, Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal,
-};
-use super::{Ends, LOOK_MS, REASON_MS, Sockets, dial, expect, reason, recv_any, recv_message, send_message};
+use super::root::{hear_out, report, watch_root};
+use super::wire::{Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal};
+use super::{Ends, LOOK_MS, REASON_MS, Sockets, dial, reason, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
 /// How long a stranger on our listener may take to introduce itself.
@@ -76,24 +74,8 @@ impl<S: Sockets> Group<S> {
         let info = Info { rank: j.rank as i32, nranks: j.nranks as i32, listen: mine, hash: j.hash };
         let at_root =
             |e: Failure| e.during(&format!("rank {} of {} reporting to the root at {}", j.rank, j.nranks, j.root));
-        let until = s.now_ms() + u64::from(ms);
+        let (root, answer) = report(s, &j.root, &[info], ms).map_err(at_root)?;
         let mut header = None;
-        let (root, answer) = loop {
-            let left = until.saturating_sub(s.now_ms()) as u32;
-            let root = s.connect(&j.root, left.max(1)).map_err(at_root)?;
-            let answer = send_message(s, &root, info.kind(), &info.encode(), ms)
-                // The root's clock began with the first report, so this wait is the longer one.
-                .and_then(|()| recv_any(s, &root, &mut header, MAX_REFUSAL, ms));
-            match answer {
-                // The root of an earlier attempt, or of another group, which is over; ours will listen here when that one is gone.
-                Ok((Kind::Complete, _)) if s.now_ms() < until => {}
-                Err(e) if e.code == Code::Absent && s.now_ms() < until => {}
-                Ok((kind, payload)) => {
-                    break (root, expect(kind, payload, Kind::InfoFromRoot, ANSWER_BYTES).map_err(at_root)?);
-                }
-                Err(e) => return Err(at_root(hear_out(s, &root, &j.root, &mut header, ms, e))),
-            }
-        };
         let answer = RootAnswer::decode(&answer)?;
         let mut g = Group {
             rank: j.rank,
@@ -480,6 +462,7 @@ mod tests {
     use super::super::root::{Duty, serve, serve_local};
     use super::super::std_sockets::{Failing, StdSockets, loopback};
     use super::*;
+    use crate::bootstrap::recv_any;
     use crate::bootstrap::wire::MAGIC;
     use std::io::Write;
     use std::sync::atomic::Ordering;

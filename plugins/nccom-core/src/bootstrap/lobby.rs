@@ -1,7 +1,7 @@
 //! The lobby of a listener: connections that were accepted and have not said yet what they want.
 //!
 //! All are listened to at once, so that a mute or foreign one costs the others nothing. It is closed when its time is up, or
-//! at the first byte that is not of this library. There are [`MOST`] at a time; more wait in the kernel's queue.
+//! at the first byte that is not of this library. There are `MOST` at a time; more wait in the kernel's queue.
 
 use super::wire::{Header, Kind};
 use super::{LOOK_MS, Look, Sockets, look};

@@ -13,8 +13,12 @@
 use std::collections::BTreeSet;
 
 use super::lobby::Lobby;
-use super::wire::{Address, Header, Info, Kind, MAGIC, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal};
-use super::{LOOK_MS, Look, MAX_MESSAGE, REASON_MS, Sockets, look, reason, recv_message, send_message};
+use super::wire::{
+    ANSWER_BYTES, Address, Header, Info, Kind, MAGIC, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal,
+};
+use super::{
+    LOOK_MS, Look, MAX_MESSAGE, REASON_MS, Sockets, expect, look, reason, recv_any, recv_message, send_message,
+};
 use crate::fail::{Code, Failure};
 
 /// How long one connection may take to say what it wants.
@@ -192,13 +196,17 @@ fn refuse_all<S: Sockets>(
             told.extend(ranks);
         }
     }
+    // Who has not spoken is of a new attempt, or tries again.
+    for (conn, _) in lobby.who() {
+        let _ = send_message(s, conn, Kind::Complete, &[], LOOK_MS);
+    }
     if let Some(v) = last.and_then(|i| visitors.get(i)) {
         refuse(s, &v.conn, failure);
     }
 }
 
 /// Tells a root that `rank` will not come, so that the group ends now and not when the time is up. A root that is not there
-/// within [`HELLO_MS`] cannot be told.
+/// within `HELLO_MS` cannot be told.
 pub fn withdraw<S: Sockets>(s: &S, root: &Address, rank: usize, nranks: usize, why: &Failure, ms: u32) {
     let ms = ms.min(HELLO_MS);
     let begun = s.now_ms();
@@ -260,7 +268,7 @@ pub fn serve<S: Sockets>(
     let mut lobby = Lobby::new(HELLO_MS.min(duty.timeout_ms), MAX_MESSAGE);
     let ended = collect(s, listener, duty, &mut lobby, &mut visitors).and_then(|roll| {
         for v in &visitors {
-            let mut payload = Vec::with_capacity(v.ranks.len() * super::wire::ANSWER_BYTES);
+            let mut payload = Vec::with_capacity(v.ranks.len() * ANSWER_BYTES);
             for r in v.ranks.iter().filter_map(|r| usize::try_from(*r).ok()) {
                 let Some(a) = roll.answer(r, cluster_id, epoch) else { continue };
                 payload.extend_from_slice(&a.encode());
@@ -394,6 +402,33 @@ fn collect<S: Sockets>(
     Ok(roll)
 }
 
+/// Reports records to a root; its connection, and as many answers. A root that is over, of an earlier attempt or of another group,
+/// is dialled again until the time is up: the own one will listen there when that one is gone.
+pub(crate) fn report<S: Sockets>(
+    s: &S,
+    root: &Address,
+    infos: &[Info],
+    ms: u32,
+) -> Result<(S::Conn, Vec<u8>), Failure> {
+    let until = s.now_ms() + u64::from(ms);
+    let payload: Vec<u8> = infos.iter().flat_map(Info::encode).collect();
+    let (kind, bytes) = (infos.first().map_or(Kind::InfoToRoot, Info::kind), infos.len() * ANSWER_BYTES);
+    loop {
+        let left = until.saturating_sub(s.now_ms()) as u32;
+        let conn = s.connect(root, left.max(1))?;
+        let mut header = None;
+        let answer = send_message(s, &conn, kind, &payload, ms)
+            // The root's clock began with the first report, so this wait is the longer one.
+            .and_then(|()| recv_any(s, &conn, &mut header, bytes.max(MAX_REFUSAL), ms));
+        match answer {
+            Ok((Kind::Complete, _)) if s.now_ms() < until => {}
+            Err(e) if e.code == Code::Absent && s.now_ms() < until => {}
+            Ok((kind, payload)) => return Ok((conn, expect(kind, payload, Kind::InfoFromRoot, bytes)?)),
+            Err(e) => return Err(hear_out(s, &conn, root, &mut header, ms, e)),
+        }
+    }
+}
+
 /// A server's local root: collects the records of ranks `first .. first + count`, forwards them in one message, hands the
 /// answers back, and stays until the whole group is wired.
 pub fn serve_local<S: Sockets>(
@@ -409,14 +444,9 @@ pub fn serve_local<S: Sockets>(
     let mut up = None;
     let result = (|| {
         let infos = collect_local(s, listener, first, count, duty, &mut lobby, &mut visitors)?;
-        let conn = up.insert(s.connect(root, duty.timeout_ms)?);
-        let payload: Vec<u8> = infos.iter().flat_map(Info::encode).collect();
-        let kind = infos.first().map_or(Kind::InfoToRoot, Info::kind);
-        send_message(s, conn, kind, &payload, duty.timeout_ms)?;
-        let (bytes, mut header) = (infos.len() * super::wire::ANSWER_BYTES, None);
-        let answers = recv_message(s, conn, &mut header, Kind::InfoFromRoot, bytes, duty.timeout_ms)
-            .map_err(|e| hear_out(s, conn, root, &mut header, duty.timeout_ms, e))?;
-        for (v, a) in visitors.iter().zip(answers.chunks(super::wire::ANSWER_BYTES)) {
+        let (conn, answers) = report(s, root, &infos, duty.timeout_ms)?;
+        let (conn, mut header) = (up.insert(conn), None);
+        for (v, a) in visitors.iter().zip(answers.chunks(ANSWER_BYTES)) {
             // One that cannot be answered has left: the next look at its connection says so to all.
             let _ = send_message(s, &v.conn, Kind::InfoFromRoot, a, duty.timeout_ms);
         }
