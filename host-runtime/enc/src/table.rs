@@ -19,7 +19,7 @@
 //!
 //! What decides, in this order ([`Policy::decide`]): an algorithm that is forced (`WCCL_ALGO`), where it serves; an
 //! explicit `WCCL_ONE_HOP_MAX`, below which all goes in one hop and above which no row can say so; the table; the
-//! built-in rule [`choose`](super::choose), whose words as a table are [`Table::builtin`].
+//! built-in rule [`choose`], whose words as a table are [`Table::builtin`].
 //!
 //! All ranks must decide alike. The digest of the table is part of what ranks compare when they meet, and the op header
 //! carries the algorithm. A table is built once and then only read; [`Policy::decide`] allocates nothing.

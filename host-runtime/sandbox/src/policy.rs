@@ -54,7 +54,7 @@ pub struct Policy {
 #[serde(deny_unknown_fields, default)]
 pub struct Access {
     /// Users whose processes may connect. The service's own, if it is started so that its own user may
-    /// ([`wccl::serve::ServeConfig::allow_own_user`]): when it is named, or when none is.
+    /// (`ServeConfig::allow_own_user`): when it is named, or when none is.
     pub uids: BTreeSet<u32>,
     /// Connections at a time: one for each runtime and one for each communicator.
     pub clients: usize,

@@ -1,6 +1,6 @@
 //! The control socket of a runtime: what operators ask of a running tenant.
 //!
-//! A unix socket in a directory that only this user can enter ([`directory`]); its name carries the tenant and the process, so
+//! A unix socket in a directory that only this user can enter (`directory`); its name carries the tenant and the process, so
 //! that it is found: `TENANT-PID-RANDOM`. Both sides ask the kernel who the other one is before a word is said, and speak with
 //! processes of the same user only, as root too: a stranger is no participant of a swap, and the ballot is not for him. Messages
 //! are [`crate::message`]'s. One thread serves, which sleeps while nobody asks and ends with the runtime; a swap has a thread of

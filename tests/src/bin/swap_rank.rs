@@ -1,5 +1,5 @@
 //! One rank of a job whose plugin is swapped, in a process of its own. RANK, WORLD_SIZE and NEURON_RT_ROOT_COMM_ID say who it
-//! is, SWAP_TENANT whose; SWAP_FAULT=STEP:WHAT[:MS] puts a fault into its swaps (`Ready:Stop`, `Import:Fail`, `Vote:Delay:50`).
+//! is, SWAP_TENANT whose; SWAP_FAULT=STEP:WHAT(:MS)? puts a fault into its swaps (`Ready:Stop`, `Import:Fail`, `Vote:Delay:50`).
 //!
 //! Prints `ready`, then reduces for ever, verifying every element of every result, until rank 0 reads a line; all ranks then
 //! stop after the same operation and print `done OPERATIONS`. A failed operation prints `error TEXT`; the rank then waits for its

@@ -278,20 +278,26 @@ fn groups_and_streams_work_in_a_served_process() {
     idle(&server);
 }
 
+/// A tenant's name that no other run of these tests has: a swap is of all that bear it on the machine.
+fn of_this_process(name: &str) -> String {
+    format!("{name}{}", std::process::id())
+}
+
 /// A tenant's plugin is swapped while its processes work: they do not notice, and the new one answers what is asked afterwards.
 #[test]
 fn a_served_tenant_is_swapped_while_its_processes_work() {
-    let place = Place::new("swap", &[("swapped", &[0, 1], "")]);
+    let tenant = &of_this_process("swapped");
+    let place = Place::new("swap", &[(tenant, &[0, 1], "")]);
     let server = place.serve();
     let until = place.0.join("until");
-    let ranks = place.ranks("swapped", "outlive", 2, &[("UNTIL", until.to_str().unwrap())]);
+    let ranks = place.ranks(tenant, "outlive", 2, &[("UNTIL", until.to_str().unwrap())]);
     for r in &ranks {
         assert_eq!((r.line().as_str(), r.line().as_str()), ("ready", "warm"));
     }
     let first = config().plugin.unwrap().canonicalize().unwrap();
     let releases = [first.clone(), first.with_file_name("nccom-next.wasm")];
     for i in 1..6 {
-        let patient = Order { timeout: HANG, quiesce: HANG / 2, ..Order::transport("swapped", &releases[i % 2]) };
+        let patient = Order { timeout: HANG, quiesce: HANG / 2, ..Order::transport(tenant, &releases[i % 2]) };
         let order = Order { probation: Duration::ZERO, ..patient };
         let report = coordinate(&order).unwrap();
         assert!(report.committed && report.members.len() == 1, "{}", report.reason);
@@ -301,7 +307,7 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     // Each has its own counts. A look that changes nothing is no swap.
     let metrics = wccl::metrics::text(&usage);
     let entries = |plugin: &str| {
-        let line = format!("wccl_entries_total{{tenant=\"swapped\",plugin=\"{plugin}\"");
+        let line = format!("wccl_entries_total{{tenant=\"{tenant}\",plugin=\"{plugin}\"");
         let found = metrics.lines().find(|l| l.starts_with(&line)).unwrap_or_else(|| panic!("{line}: {metrics}"));
         found.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
     };
@@ -310,7 +316,7 @@ fn a_served_tenant_is_swapped_while_its_processes_work() {
     assert!(entries("nccom.wasm") > 0, "{metrics}");
     // One that the policy does not list is none, whatever it is for.
     for (kind, dry) in [(Kind::Transport, false), (Kind::Net, false), (Kind::Transport, true)] {
-        let order = Order::transport("swapped", first.with_file_name("nccom-stuck.wasm"));
+        let order = Order::transport(tenant, first.with_file_name("nccom-stuck.wasm"));
         let report = coordinate(&Order { kind, dry, ..order }).unwrap();
         assert!(!report.committed && report.reason.contains("which is not listed"), "{}", report.reason);
     }
@@ -334,7 +340,7 @@ fn eventually(what: &str, done: impl Fn() -> bool) {
 /// A swap waits for a communicator that the service is making: else one of its ranks would be the old plugin's.
 #[test]
 fn a_swap_waits_for_a_served_rank_that_joins() {
-    let tenant = &format!("joins{}", std::process::id());
+    let tenant = &of_this_process("joins");
     let place = Place::new("joins", &[(tenant, &[0, 1], "")]);
     let server = place.serve();
     let root = place.root(tenant);
@@ -359,7 +365,7 @@ fn a_swap_waits_for_a_served_rank_that_joins() {
 /// A swap comes before a plan is made or after it is kept for a restart: else the new plugin would be started again with the old one's.
 #[test]
 fn a_swap_waits_until_a_service_has_kept_a_plan() {
-    let tenant = &format!("keeps{}", std::process::id());
+    let tenant = &of_this_process("keeps");
     let core = zoo::built("nccom.core.wasm").unwrap();
     let hangs = ("neuron:lifecycle/lifecycle@1.0.0#export-state", "(loop br 0) unreachable");
     let [old, new] = [&[hangs][..], &[]]
@@ -389,10 +395,11 @@ fn a_swap_waits_until_a_service_has_kept_a_plan() {
 /// The new plugin stops in a client's graph: the client ends its connection at once, and the service goes back all the same.
 #[test]
 fn a_served_tenant_goes_back_when_a_join_stops_the_new_plugin() {
-    let place = Place::new("probation", &[("tried", &[0], "")]);
+    let tenant = &of_this_process("tried");
+    let place = Place::new("probation", &[(tenant, &[0], "")]);
     // What the policy lists, with the second file as a build that traps.
     let (first, directory) = (config().plugin.unwrap().canonicalize().unwrap(), place.0.join("plugins"));
-    let policy = place.0.join("policies").join("tried.toml");
+    let policy = place.0.join("policies").join(format!("{tenant}.toml"));
     let text = std::fs::read_to_string(&policy).unwrap();
     let listed = format!("{:?}", first.parent().unwrap());
     assert!(text.contains(&listed));
@@ -406,11 +413,10 @@ fn a_served_tenant_goes_back_when_a_join_stops_the_new_plugin() {
 
     let base = RuntimeConfig { plugin: Some(good), ..config() };
     let server = Server::start(&ServeConfig { base, ..place.config() }).unwrap();
-    let report =
-        coordinate(&Order { quiesce: HANG / 2, probation: HANG, ..Order::transport("tried", &traps) }).unwrap();
+    let report = coordinate(&Order { quiesce: HANG / 2, probation: HANG, ..Order::transport(tenant, &traps) }).unwrap();
     assert!(report.committed, "{}", report.reason);
-    let client = Runtime::open(place.client("tried")).unwrap();
-    let joins = || client.init_comm(CommOptions::with_root(place.root("tried"), 0, 1)).map(drop);
+    let client = Runtime::open(place.client(tenant)).unwrap();
+    let joins = || client.init_comm(CommOptions::with_root(place.root(tenant), 0, 1)).map(drop);
     let e = joins().unwrap_err().to_string();
     assert!(e.contains("unreachable"), "{e}");
     let begun = Instant::now();
@@ -729,9 +735,10 @@ fn what_editors_leave_beside_a_policy_keeps_no_service_from_starting() {
 /// A name is the policy's to look up, wherever the operator stands; a path is a path.
 #[test]
 fn a_swap_names_a_plugin_as_the_policy_does() {
-    let place = Place::new("named", &[("named", &[0], "")]);
+    let tenant = &of_this_process("named");
+    let place = Place::new("named", &[(tenant, &[0], "")]);
     let _server = place.serve();
-    let order = |plugin: &str| Order { probation: Duration::ZERO, ..Order::transport("named", plugin) };
+    let order = |plugin: &str| Order { probation: Duration::ZERO, ..Order::transport(tenant, plugin) };
     let report = coordinate(&order("nccom-next.wasm")).unwrap();
     assert!(report.committed, "{report:?}");
     let report = coordinate(&order("nccom-other.wasm")).unwrap();

@@ -3,11 +3,11 @@
 //! A stop is a trap or a broken limit of any instance of the plugin, not what the host ended because its caller aborted it, or for a
 //! swap. One that stops more often than
 //! [`Limits::restarts`](crate::limits::Limits) in its window is quarantined for the life of the tenant runtime: no further
-//! instance of it is made, be it for a communicator, a task or a net plugin's binding; instances that run go on. An operator replaces it ([`wccl::swap`]).
+//! instance of it is made, be it for a communicator, a task or a net plugin's binding; instances that run go on. An operator replaces it by a swap.
 //!
 //! Some stops are not blamed on the plugin: by a deadline that its caller has chosen, by too little time for a restart, for want of
 //! memory that other instances of its tenant have. They bring no quarantine, but the pause, since a plugin can provoke them; and a
-//! plugin in probation goes back for them too ([`wccl::swap`]).
+//! plugin in probation goes back for them too.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;

@@ -10,7 +10,7 @@
 //! What of it goes over the bootstrap, which a plugin carries, is sealed (`sealed`); the meeting places are the host's own.
 //! A rank stays on its device, so tensors of the parent serve in the new communicator.
 //!
-//! Invariants: one group or split is made at a time, and one shrink (the locks of [`Groups`]), because the messages of two
+//! Invariants: one group or split is made at a time, and one shrink (the locks of `Groups`), because the messages of two
 //! would mix; after a message was lost the parent's bootstrap is out of step and serves no more groups, which `shrink` does
 //! not need. Threads: the caller's.
 
