@@ -233,9 +233,8 @@ fn made_up(
     };
     let mut s = Schedule::clone(&empty);
     let sizes = enc::sizes(call, lists, rank, n);
-    let reduces = matches!(call.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV);
     s.header.op = call.op;
-    s.header.redop = reduces.then_some(call.redop);
+    s.header.redop = call.op.facts().reduces.then_some(call.redop);
     s.header.algorithm = algorithm as u8;
     s.header.count = call.count;
     (s.in_bytes, s.out_bytes) = (sizes.input, sizes.output);

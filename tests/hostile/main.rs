@@ -26,6 +26,7 @@ mod policy;
 mod reach;
 mod strangers;
 mod victim;
+#[expect(unsafe_code, reason = "a variable for this process, before there are threads")]
 mod zoo;
 
 use zoo::{Group, run};

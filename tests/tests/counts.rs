@@ -4,6 +4,8 @@
 //! The allocator of this binary counts for each thread by itself, so that what the test harness does elsewhere does not
 //! matter.
 
+#![expect(unsafe_code, reason = "an allocator that counts")]
+
 mod common;
 
 use std::alloc::{GlobalAlloc, Layout, System};

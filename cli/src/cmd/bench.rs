@@ -148,8 +148,8 @@ struct Report<'a> {
 /// # Errors
 /// [`Usage`] for options that do not fit together; a rank failed, or found wrong elements.
 pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
-    if let Some(op) = args.collectives.iter().find(|op| args.in_place && !collective::has_in_place(**op)) {
-        let with: Vec<&str> = Op::ALL.into_iter().filter(|op| collective::has_in_place(*op)).map(Op::name).collect();
+    if let Some(op) = args.collectives.iter().find(|op| args.in_place && !op.facts().has_in_place) {
+        let with: Vec<&str> = Op::ALL.into_iter().filter(|op| op.facts().has_in_place).map(Op::name).collect();
         let (name, with) = (op.name(), with.join(", "));
         return Err(Usage(format!("--in-place: {name} has no in-place form; those that have one: {with}")).into());
     }
@@ -196,9 +196,7 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     let job = if args.peer.is_wanted() {
         worker::Job::Peer(args.peer.job(args.buffers)?)
     } else if args.explain {
-        let by_lists =
-            |op: &&Op| matches!(op, Op::AllGatherV | Op::ReduceScatterV | Op::AllToAllV | Op::Permute | Op::Group);
-        if let Some(op) = args.collectives.iter().find(by_lists) {
+        if let Some(op) = args.collectives.iter().find(|op| op.facts().by_lists) {
             let name = op.name();
             return Err(Usage(format!(
                 "--explain: {name} is scheduled by the lists of a call, which are not known here"

@@ -11,7 +11,7 @@ use wccl::{DataType, ReduceOp};
 
 use crate::cmd::act_two;
 use crate::cmd::worker::{self, Ranks};
-use crate::rank::collective::{self, Buffers, Case, Memory, has_in_place, has_root, reduces};
+use crate::rank::collective::{self, Buffers, Case, Memory};
 use crate::rank::measure::{self, number};
 use crate::rank::member;
 use crate::rank::member::Member;
@@ -111,8 +111,8 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                 continue;
             }
             let mut case = Case::of_bytes(op, dtype, redop, bytes, n);
-            case.root = if has_root(op) { i % n } else { 0 };
-            case.in_place = in_place && has_in_place(op);
+            case.root = if op.facts().has_root { i % n } else { 0 };
+            case.in_place = in_place && op.facts().has_in_place;
             case.seed = i as u64;
             let buffers = if memory == Memory::Hbm { &mut hbm } else { &mut host };
             let (line, bad) = row(&mut m.comm, buffers, &case, memory, paint)?;
@@ -239,7 +239,7 @@ fn row(
         dash(case.count.to_string()),
         dash(case.dtype.to_string()),
         case.redop_name(),
-        if has_root(case.op) { case.root.to_string() } else { "-".into() },
+        if case.op.facts().has_root { case.root.to_string() } else { "-".into() },
         dash(memory.name().into()),
         dash(if case.in_place { "in".into() } else { "out".into() }),
         number(times.mean),
@@ -258,7 +258,7 @@ fn matrix(op: Op, n: usize) -> Vec<(Memory, Case)> {
         let case = Case::of_bytes(op, DataType::Uint8, ReduceOp::Sum, 0, n);
         return vec![(Memory::Hbm, case); 8];
     }
-    let places: &[bool] = if has_in_place(op) { &[false, true] } else { &[false] };
+    let places: &[bool] = if op.facts().has_in_place { &[false, true] } else { &[false] };
     let mut cases = Vec::new();
     for memory in memories(op) {
         for in_place in places {
@@ -272,7 +272,7 @@ fn matrix(op: Op, n: usize) -> Vec<(Memory, Case)> {
                     // Large ones are kept within the buffers, and odd.
                     let most = LARGEST / dtype.size() as u64 / n as u64 / 2;
                     case.count = if count > most { most | 1 } else { count };
-                    case.root = if has_root(op) { turn % n } else { 0 };
+                    case.root = if op.facts().has_root { turn % n } else { 0 };
                     case.in_place = *in_place;
                     case.seed = 1000 + turn as u64;
                     cases.push((*memory, case));
@@ -302,8 +302,8 @@ fn what(op: Op, cases: &[(Memory, Case)]) -> String {
     let types = different(|c| u64::from(c.dtype.nrt())).len();
     let pairs = different(|c| u64::from(c.dtype.nrt()) << 8 | c.redop as u64).len();
     let most = different(|c| c.count).last().copied().unwrap_or(0);
-    let kinds = if reduces(op) { format!("{pairs} type x redop pairs") } else { format!("{types} types") };
-    let places = if has_in_place(op) { ", in and out of place" } else { "" };
+    let kinds = if op.facts().reduces { format!("{pairs} type x redop pairs") } else { format!("{types} types") };
+    let places = if op.facts().has_in_place { ", in and out of place" } else { "" };
     let host = if op == Op::Group { "" } else { " and host" };
     format!("{kinds}, 0 to {most} elements, hbm{host}{places}")
 }
@@ -326,13 +326,13 @@ mod tests {
                 for memory in memories(op) {
                     assert!(cases.iter().any(|(m, c)| m == memory && c.count == 0));
                     assert!(cases.iter().any(|(m, c)| m == memory && c.count % 2 == 1 && c.count > 4000));
-                    assert!(!has_in_place(op) || cases.iter().any(|(m, c)| m == memory && c.in_place));
+                    assert!(!op.facts().has_in_place || cases.iter().any(|(m, c)| m == memory && c.in_place));
                 }
                 for d in DataType::ALL {
                     assert!(cases.iter().any(|(_, c)| c.dtype == d && c.count > 0));
                     for r in ReduceOp::ALL {
                         assert!(
-                            !reduces(op) || cases.iter().any(|(_, c)| c.dtype == d && c.redop == r),
+                            !op.facts().reduces || cases.iter().any(|(_, c)| c.dtype == d && c.redop == r),
                             "{op:?} {d} {r}"
                         );
                     }

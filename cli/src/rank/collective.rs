@@ -50,11 +50,6 @@ pub fn parse(name: &str) -> Result<Op, String> {
     })
 }
 
-/// Whether a collective computes.
-pub fn reduces(op: Op) -> bool {
-    matches!(op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV)
-}
-
 /// Algorithm and bus bandwidth in GB/s (10^9 bytes a second), as nccl-tests define them: `bytes` is the larger of a
 /// rank's buffers, and the factor makes the bus bandwidth comparable with a link's.
 pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
@@ -70,16 +65,6 @@ pub fn bandwidth(op: Op, bytes: u64, nranks: usize, us: f64) -> (f64, f64) {
         _ => 1.0,
     };
     (alg, alg * factor)
-}
-
-/// Whether a collective has a root.
-pub fn has_root(op: Op) -> bool {
-    matches!(op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
-}
-
-/// Whether input and output can be the same memory.
-pub fn has_in_place(op: Op) -> bool {
-    !matches!(op, Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group | Op::Barrier)
 }
 
 /// Whether the larger buffer holds a block for each rank.
@@ -438,7 +423,7 @@ impl Case {
     pub fn check(&self, comm: &mut Communicator, buffers: &mut Buffers) -> anyhow::Result<u64> {
         let (rank, n) = (comm.rank(), comm.nranks());
         let size = self.dtype.size() as u64;
-        let redop = reduces(self.op).then_some(self.redop);
+        let redop = self.op.facts().reduces.then_some(self.redop);
         let pattern = Pattern { dtype: self.dtype, redop, nranks: n, seed: self.seed };
         let (ins, outs) = self.elements(rank, n);
         let (in_at, out_at) = if self.in_place { self.places(rank, n) } else { (0, 0) };
@@ -505,12 +490,12 @@ impl Case {
 
     /// The name of the reduction, or a dash.
     pub fn redop_name(&self) -> &'static str {
-        if reduces(self.op) { self.redop.name() } else { "-" }
+        if self.op.facts().reduces { self.redop.name() } else { "-" }
     }
 
     /// The root, or -1, as nccl-tests prints it.
     pub fn root_number(&self) -> i64 {
-        if has_root(self.op) { self.root as i64 } else { -1 }
+        if self.op.facts().has_root { self.root as i64 } else { -1 }
     }
 }
 

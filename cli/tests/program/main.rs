@@ -12,7 +12,9 @@
 mod common;
 
 mod bench;
+#[expect(unsafe_code, reason = "what runs between fork and exec")]
 mod ends;
 mod launch;
+#[expect(unsafe_code, reason = "what runs between fork and exec")]
 mod limits;
 mod look;

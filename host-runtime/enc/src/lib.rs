@@ -188,14 +188,6 @@ impl Call {
         self.count.checked_mul(self.dtype.size() as u64)
     }
 
-    fn reduces(&self) -> bool {
-        matches!(self.op, Op::AllReduce | Op::ReduceScatter | Op::Reduce | Op::ReduceScatterV)
-    }
-
-    fn has_root(&self) -> bool {
-        matches!(self.op, Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)
-    }
-
     /// Bytes a rank's arrival record would have to carry for one-hop; `None` if that is not how it goes.
     fn slot_bytes_with(&self, lists: Lists<'_>, n: usize) -> Option<u64> {
         let b = self.bytes()?;
@@ -329,10 +321,10 @@ pub fn serves(algorithm: Algorithm, call: &Call, n: usize) -> bool {
         Algorithm::Direct => call.private && only_moves(call.op) && !(call.op == Op::AllToAll && call.in_place),
         // From here on partial sums travel, in the element type. One that is too large for it would be lost, though the average
         // of all is not too large.
-        _ if call.reduces() && call.redop == ReduceOp::Avg && call.dtype.is_float() => false,
+        _ if call.op.facts().reduces && call.redop == ReduceOp::Avg && call.dtype.is_float() => false,
         Algorithm::Ring => device && ring::serves(call.op),
         // Partial sums of these lie where inputs lie elsewhere: they would be scaled again.
-        _ if call.reduces() && call.redop == ReduceOp::PreMulSum => false,
+        _ if call.op.facts().reduces && call.redop == ReduceOp::PreMulSum => false,
         Algorithm::Halving => device && halving::serves(call.op),
         Algorithm::Tree => device && tree::serves(call),
         Algorithm::TwoLevel => device && two_level::serves(call.op, n),
@@ -512,8 +504,8 @@ impl<'a> Builder<'a> {
         let header = OpHeader {
             op: call.op,
             dtype: call.dtype,
-            redop: call.reduces().then_some(call.redop),
-            root: if call.has_root() { call.root as u16 } else { 0 },
+            redop: call.op.facts().reduces.then_some(call.redop),
+            root: if call.op.facts().has_root { call.root as u16 } else { 0 },
             algorithm: algorithm as u8,
             flags: if call.private { FLAG_PRIVATE } else { 0 } | if in_place_matters { FLAG_IN_PLACE } else { 0 },
             count: call.count,
@@ -576,7 +568,7 @@ impl<'a> Builder<'a> {
 
     /// One rank: its own input is the result, scaled if it has a scale.
     fn alone(&mut self) {
-        if self.call.reduces() && self.call.redop == ReduceOp::PreMulSum {
+        if self.call.op.facts().reduces && self.call.redop == ReduceOp::PreMulSum {
             return self.reduce(At(Place::Out, 0), [At(Place::In, 0)], self.call.count, ReduceOp::PreMulSum);
         }
         let moves = match self.call.op {

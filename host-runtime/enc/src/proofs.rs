@@ -164,7 +164,7 @@ fn prove(all: &[(Call, Schedule)], lists: Lists<'_>) -> Result<Proof, Flaw> {
 fn in_place_exists(op: Op, rank: usize, root: usize) -> bool {
     match op {
         Op::SendRecv | Op::Barrier | Op::Permute | Op::AllToAllV | Op::Group => false,
-        Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter => rank == root,
+        _ if op.facts().has_root => rank == root,
         _ => true,
     }
 }
@@ -182,7 +182,7 @@ fn matrix(algorithm: Algorithm, n: usize, counts: &[u64], mut f: impl FnMut(Grou
     for op in Op::ALL {
         for private in [false, true] {
             for &count in counts {
-                let rooted = matches!(op, Op::Broadcast | Op::Reduce | Op::SendRecv | Op::Gather | Op::Scatter);
+                let rooted = op.facts().has_root || op == Op::SendRecv;
                 let listed = !matches!(List::of(op, n, count, 0).0, List::None);
                 let mut roots = vec![0, n - 1];
                 roots.truncate(if rooted { n } else { 1 });
@@ -221,13 +221,13 @@ fn all_counts(algorithm: Algorithm) {
             proved += 1;
             // The scale changes which sums lie where, so it is proved beside.
             let scaled = Group { redop: ReduceOp::PreMulSum, ..g };
-            if scaled.call(0).reduces() && scaled.choice(Some(algorithm), 8192) == algorithm {
+            if scaled.call(0).op.facts().reduces && scaled.choice(Some(algorithm), 8192) == algorithm {
                 scaled.prove();
             }
             // An average ends in a step of its own where sums travel, and none of floats does.
             for dtype in [DataType::Int32, DataType::Fp32] {
                 let mut mean = Group { redop: ReduceOp::Avg, dtype, ..scaled.clone() };
-                if mean.call(0).reduces() {
+                if mean.call(0).op.facts().reduces {
                     mean.algorithm = mean.choice(Some(algorithm), 8192);
                     mean.prove();
                 }
@@ -359,7 +359,7 @@ fn a_forgotten_scale_is_noticed() {
     let mut tried = 0;
     for g in samples() {
         let g = Group { redop: ReduceOp::PreMulSum, ..g };
-        if !g.call(0).reduces() || g.choice(Some(g.algorithm), 8192) != g.algorithm {
+        if !g.call(0).op.facts().reduces || g.choice(Some(g.algorithm), 8192) != g.algorithm {
             continue;
         }
         let all = g.schedules();

@@ -10,9 +10,7 @@ fn call(op: Op, count: u64, private: bool, in_place: bool) -> Call {
 /// Calls of all collectives for rank `rank` of `n`.
 fn calls(rank: usize, n: usize, count: u64, private: bool, in_place: bool) -> Vec<Call> {
     // Those with lists are compiled in `proofs`.
-    let plain = Op::ALL
-        .into_iter()
-        .filter(|op| !matches!(op, Op::AllGatherV | Op::ReduceScatterV | Op::AllToAllV | Op::Permute | Op::Group));
+    let plain = Op::ALL.into_iter().filter(|op| !op.facts().by_lists);
     let mut all: Vec<Call> = plain.map(|op| call(op, count, private, in_place)).collect();
     for c in &mut all {
         c.root = n / 2;
@@ -314,4 +312,29 @@ fn a_circle_of_waits_is_a_deadlock() {
     assert!(matches!(e, Flaw::Deadlock(_)), "{e}");
     let text = e.to_string();
     assert!(text.contains("rank 0 in operation 0, step 1 (wait for signal 2 of rank 1)"), "{text}");
+}
+
+#[test]
+fn a_schedule_runs_where_it_was_checked_for_and_nowhere_else() {
+    use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem, OpError};
+    use hw_bridge::exec::share::{Market, Share, Terms};
+    use hw_bridge::memory::hbm::Hbm;
+    use hw_bridge::os::bell::WaitPolicy;
+    use std::sync::Arc;
+    let share = Share::new(Arc::new(Market::create().unwrap()), 0, Terms::default()).unwrap();
+    let hbm = Hbm::new(1 << 20).unwrap();
+    let endpoint = Endpoint::new(0, 1, hbm, WaitPolicy::for_ranks(1, 1), Arc::new(share)).unwrap();
+    let mut lane = Arc::new(endpoint).lane(0).unwrap().unwrap();
+    let args = CallArgs { dst: None, src: None, scale: 1.0, timeout: std::time::Duration::from_secs(60) };
+    let barrier = Call { op: Op::Barrier, ..call(Op::Barrier, 0, true, false) };
+    let mut run = |rank: usize, n: usize| {
+        let sealed = compile(&barrier, rank, n, Algorithm::OneHop, &[]).unwrap();
+        lane.run(&sealed, LocalMem::none(), LocalMem::none(), &args)
+    };
+    for (rank, n) in [(0, 2), (1, 2)] {
+        let e = run(rank, n).unwrap_err();
+        assert!(matches!(&e, OpError::Seat { rank: 0, nranks: 1, sealed, .. } if *sealed == (rank, n)), "{e}");
+    }
+    // Which is no end of the communicator.
+    run(0, 1).unwrap();
 }

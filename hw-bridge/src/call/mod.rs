@@ -9,6 +9,6 @@ mod operation;
 mod types;
 
 pub(crate) use operation::describe;
-pub use operation::{ALGORITHMS, FLAG_IN_PLACE, FLAG_PRIVATE, Op, OpHeader};
+pub use operation::{ALGORITHMS, FLAG_IN_PLACE, FLAG_PRIVATE, Facts, Op, OpHeader};
 pub use types::{DataType, Fp8, ParseError, ReduceOp};
 pub(crate) use types::{F32_NAN, decode_small, encode_small};

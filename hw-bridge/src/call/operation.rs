@@ -58,31 +58,59 @@ impl Op {
         Op::Group,
     ];
 
+    /// What is known of it.
+    pub fn facts(self) -> &'static Facts {
+        &FACTS[self as usize - 1]
+    }
+
     /// The name users know.
     pub fn name(self) -> &'static str {
-        match self {
-            Op::AllReduce => "all_reduce",
-            Op::AllGather => "all_gather",
-            Op::ReduceScatter => "reduce_scatter",
-            Op::Broadcast => "broadcast",
-            Op::Reduce => "reduce",
-            Op::AllToAll => "all_to_all",
-            Op::SendRecv => "send_recv",
-            Op::Barrier => "barrier",
-            Op::AllGatherV => "all_gather_v",
-            Op::ReduceScatterV => "reduce_scatter_v",
-            Op::AllToAllV => "all_to_all_v",
-            Op::Gather => "gather",
-            Op::Scatter => "scatter",
-            Op::Permute => "permute",
-            Op::Group => "group",
-        }
+        self.facts().name
     }
 
     fn from_u8(v: u8) -> Option<Op> {
         Op::ALL.into_iter().find(|o| *o as u8 == v)
     }
 }
+
+/// What is known of an operation, whoever asks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts {
+    /// The name users know.
+    pub name: &'static str,
+    /// Whether it computes.
+    pub reduces: bool,
+    /// Whether it has a root.
+    pub has_root: bool,
+    /// Whether input and output can be the same memory.
+    pub has_in_place: bool,
+    /// Whether each call brings lists: counts of each rank, pairs, moves.
+    pub by_lists: bool,
+}
+
+const fn fact(name: &'static str, [reduces, has_root, has_in_place, by_lists]: [bool; 4]) -> Facts {
+    Facts { name, reduces, has_root, has_in_place, by_lists }
+}
+
+/// In the order of the numbers; each: reduces, has a root, has an in-place form, comes with lists.
+#[rustfmt::skip]
+const FACTS: [Facts; Op::ALL.len()] = [
+    fact("all_reduce", [true, false, true, false]),
+    fact("all_gather", [false, false, true, false]),
+    fact("reduce_scatter", [true, false, true, false]),
+    fact("broadcast", [false, true, true, false]),
+    fact("reduce", [true, true, true, false]),
+    fact("all_to_all", [false, false, true, false]),
+    fact("send_recv", [false, false, false, false]),
+    fact("barrier", [false, false, false, false]),
+    fact("all_gather_v", [false, false, true, true]),
+    fact("reduce_scatter_v", [true, false, true, true]),
+    fact("all_to_all_v", [false, false, false, true]),
+    fact("gather", [false, true, true, false]),
+    fact("scatter", [false, true, true, false]),
+    fact("permute", [false, false, false, true]),
+    fact("group", [false, false, false, true]),
+];
 
 /// What a rank says it is about to do. Ranks whose headers differ are in different calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -136,7 +164,7 @@ pub(crate) fn describe(packed: u64, count: u64) -> String {
         s += &format!(" {r}");
     }
     s += &format!(" count {count}");
-    if matches!(Op::from_u8(byte(0)), Some(Op::Broadcast | Op::Reduce | Op::Gather | Op::Scatter)) {
+    if Op::from_u8(byte(0)).is_some_and(|op| op.facts().has_root) {
         s += &format!(" root {}", (packed >> 32) as u16);
     }
     let flags = byte(24);
@@ -163,3 +191,22 @@ impl std::fmt::Display for OpHeader {
 pub const FLAG_PRIVATE: u8 = 1;
 /// Flag of [`OpHeader`]: input and output are the same memory, where that changes the schedule.
 pub const FLAG_IN_PLACE: u8 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_stand_at_their_operations_numbers() {
+        for (i, op) in Op::ALL.into_iter().enumerate() {
+            assert_eq!(op as usize, i + 1);
+            // `AllToAllV` is `all_to_all_v`.
+            let mut name = String::new();
+            for c in format!("{op:?}").chars() {
+                name.extend(c.is_uppercase().then_some('_').filter(|_| !name.is_empty()));
+                name.extend(c.to_lowercase());
+            }
+            assert_eq!(op.name(), name);
+        }
+    }
+}

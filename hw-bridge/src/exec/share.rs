@@ -1,14 +1,14 @@
 //! Sharing one machine between tenants: whose turn it is to move bytes.
 //!
 //! What tenants compete for in here are cores and memory bandwidth. Both are taken by copies and reductions, which a lane
-//! does in stretches of at most [`STRETCH_BYTES`]; before each it asks its tenant's [`Share`] for a turn ([`Share::pace`]).
+//! does in stretches of at most [`STRETCH_BYTES`]; before each it asks its tenant's [`Share`] for a turn (`Share::pace`).
 //!
 //! Tenants meet in a [`Market`]: one page of shared memory, a cache line for each tenant. Those of one process meet in the
 //! process's own; those of several processes in one whose descriptor they were handed. The line of a tenant has:
 //!
 //! - its *virtual time*, bytes moved over weight: start-time fair queueing (Goyal, Vin, Cheng, "Start-time Fair Queuing",
-//!   SIGCOMM 1996). Who is ahead of the least of the others by more than [`LEAD`] lets them catch up. Who was idle
-//!   begins [`LEAD`] behind the least of those at work: idleness gives no more credit than that, and a short operation
+//!   SIGCOMM 1996). Who is ahead of the least of the others by more than `LEAD` lets them catch up. Who was idle
+//!   begins `LEAD` behind the least of those at work: idleness gives no more credit than that, and a short operation
 //!   need not wait for a long one.
 //! - until when it counts as *at work*. Only a moment longer than its last stretch: a tenant whose ranks wait for one
 //!   another, are stopped or have died keeps nobody.

@@ -1,7 +1,5 @@
 //! nccom-next: of every searched ring both directions and a stride order, so that rings use links that nccom leaves idle.
 
-#![deny(unsafe_code)]
-
 use nccom_core::rings::{Ring, both_ways_and_strided};
 use nccom_core::{Library, Release};
 

@@ -1,8 +1,6 @@
 //! nccom-stuck: a release with a bug. It arranges rings for ever, so it hangs when a graph is built or a state is imported.
 //! The demo and the tests show with it that a host stops such a plugin.
 
-#![deny(unsafe_code)]
-
 use nccom_core::rings::Ring;
 use nccom_core::{Library, Release};
 

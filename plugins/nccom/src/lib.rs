@@ -1,7 +1,5 @@
 //! nccom: every searched ring, and a copy of each.
 
-#![deny(unsafe_code)]
-
 use nccom_core::rings::{Ring, doubled};
 use nccom_core::{Library, Release};
 

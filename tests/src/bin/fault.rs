@@ -33,6 +33,8 @@
 //!
 //! `unsafe` stands here because forking, signals and timers are what is tested.
 
+#![expect(unsafe_code, reason = "forks, signals, timers and memory that goes away are what is tested")]
+
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};

@@ -1,6 +1,8 @@
 //! One rank in a process of its own, for the tests across processes. `rank MODE`; RANK, WORLD_SIZE and
 //! NEURON_RT_ROOT_COMM_ID say who it is. Prints `ready` once it is in the group, then what the mode says.
 
+#![expect(unsafe_code, reason = "a rank that forks")]
+
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;

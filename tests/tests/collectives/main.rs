@@ -14,6 +14,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+#[expect(unsafe_code, reason = "buffers between pages that may not be touched")]
 mod bounds;
 mod choice;
 mod end_to_end;

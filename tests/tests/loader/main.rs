@@ -4,6 +4,7 @@
 //!
 //! `table` holds the plugins as data; docs/loader-zoo.md is written from it. `contracts` reads wit/ and opens no plugin.
 
+#[expect(unsafe_code, reason = "a variable for this process, before there are threads")]
 mod support;
 
 mod boundary;

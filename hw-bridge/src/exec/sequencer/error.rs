@@ -116,6 +116,21 @@ pub enum OpError {
         /// Why.
         why: Unreadable,
     },
+    /// A schedule that was checked for another rank, or another number of ranks.
+    #[error(
+        "{what} cannot run on rank {rank} of {nranks}: its schedule was checked for rank {} of {}; this is an error of who compiled it",
+        sealed.0, sealed.1
+    )]
+    Seat {
+        /// This rank.
+        rank: usize,
+        /// Ranks.
+        nranks: usize,
+        /// The operation.
+        what: String,
+        /// The rank and the ranks of the schedule.
+        sealed: (usize, usize),
+    },
     /// The buffers do not fit the kind of schedule.
     #[error("the buffers of {what} on rank {rank} cannot be used: {why}")]
     Memory {

@@ -87,7 +87,7 @@ pub struct Lane {
 
 impl Endpoint {
     /// The data plane of `rank` of `nranks`, before any link, which takes its turns by `share`. `nranks` is at most
-    /// [`MAX_LOCAL_RANKS`].
+    /// [`MAX_LOCAL_RANKS`](crate::limits::MAX_LOCAL_RANKS).
     pub fn new(
         rank: usize,
         nranks: usize,

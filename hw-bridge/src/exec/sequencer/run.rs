@@ -143,6 +143,11 @@ impl Lane {
     }
 
     fn check_buffers(&mut self, s: &Sealed, input: &LocalMem<'_>, output: &LocalMem<'_>) -> Result<(), OpError> {
+        let endpoint = &self.endpoint;
+        if s.seat != (endpoint.rank, endpoint.nranks) {
+            let (rank, nranks, what) = (endpoint.rank, endpoint.nranks, s.header.to_string());
+            return Err(OpError::Seat { rank, nranks, what, sealed: s.seat });
+        }
         for (which, mem, need) in [("input", input, s.in_bytes), ("output", output, s.out_bytes)] {
             if mem.len < need {
                 let (rank, have, what) = (self.endpoint.rank, mem.len, s.header.to_string());

@@ -341,7 +341,7 @@ impl Schedule {
             _ => self.in_bytes.max(self.out_bytes),
         };
         let streaming = reaches_me && self.header.redop.is_none() && moved >= STREAM_BYTES;
-        Ok(Sealed { schedule: self, reached, extents, reaches_me, last_wait, moved, streaming })
+        Ok(Sealed { schedule: self, seat: (rank, nranks), reached, extents, reaches_me, last_wait, moved, streaming })
     }
 }
 
@@ -349,6 +349,8 @@ impl Schedule {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sealed {
     schedule: Schedule,
+    /// The rank that it was checked for, and of how many: for any other one it proves nothing.
+    pub(super) seat: (usize, usize),
     /// Peers whose buffers the steps touch.
     pub(super) reached: Vec<u16>,
     /// How far into each rank's input and output the steps reach, in bytes.

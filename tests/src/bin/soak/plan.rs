@@ -4,7 +4,7 @@ use hw_bridge::call::Op;
 use wccl::{DataType, ReduceOp};
 
 // The same buffers, calls and reference as the program's, so that a collective added there is soaked here.
-use wccl_cli::rank::collective::{self, Case, Memory};
+use wccl_cli::rank::collective::{Case, Memory};
 
 /// Numbers from a seed: splitmix64.
 #[derive(Debug, Clone)]
@@ -162,7 +162,7 @@ pub fn operation(rng: &mut Rng, n: usize, meeting: bool) -> Operation {
     let bytes = if rng.below(20) == 0 { 0 } else { (1u64 << power) + rng.draw() % (1 << power) };
     let mut case = Case::of_bytes(op, dtype, redop, bytes, n);
     case.root = rng.below(n);
-    case.in_place = rng.below(2) == 0 && collective::has_in_place(op);
+    case.in_place = rng.below(2) == 0 && op.facts().has_in_place;
     case.seed = rng.draw();
     // A group moves tensors only.
     let memory = rng.pick(&[Memory::Hbm, if op == Op::Group { Memory::Hbm } else { Memory::Host }]);
