@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use hw_bridge::os::lock::lock;
+
 /// Cloneable; all clones are one switch. [`AbortToken::abort`] returns at once, in any state, as often as one likes.
 #[derive(Debug, Clone)]
 pub struct AbortToken(Arc<Inner>);
@@ -102,10 +104,6 @@ impl AbortToken {
             endpoint.abort(&self.reason());
         }
     }
-}
-
-fn lock<T>(m: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(|p| p.into_inner())
 }
 
 #[cfg(test)]

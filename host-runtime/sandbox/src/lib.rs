@@ -35,7 +35,7 @@ pub mod lifecycle;
 pub mod limits;
 pub mod load;
 pub mod objects;
-pub mod place;
+mod place;
 pub mod policy;
 pub mod served;
 pub mod status;

@@ -39,6 +39,7 @@ use crate::limits::{LINK_GRACE, LINK_HELLO, LINK_PLACES, MAX_GRANTS, REFUSALS_LO
 use crate::memory::segment::{Segment, SegmentError};
 use crate::os::credentials::{self, Credentials, PeerPid};
 use crate::os::dial::dial;
+use crate::os::lock::lock;
 use crate::os::log_rate::LogRate;
 use crate::os::patience::{Wait, resumed};
 use crate::os::random;
@@ -299,10 +300,6 @@ impl Drop for LinkServer {
             let _ = thread.join();
         }
     }
-}
-
-fn lock(grants: &Grants) -> std::sync::MutexGuard<'_, HashMap<[u8; NUMBER_BYTES], Grant>> {
-    grants.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 fn hex(b: u8) -> [u8; 2] {

@@ -4,7 +4,6 @@
 //! can be there first; a small thread answers each visitor with the 28 bytes and a proof, by the same key, that they are what
 //! was published. Only processes of the same user are served or believed, and of those only members of the group.
 
-use crate::objects::published::Published;
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
@@ -22,6 +21,7 @@ use crate::bindings::neuron::hw::rendezvous::Host;
 use crate::imports::{Answer, Trap};
 use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
+use crate::objects::published::Published;
 use crate::status::Status;
 use crate::store::{HostState, Wait};
 

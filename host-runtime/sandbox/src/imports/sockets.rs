@@ -8,7 +8,6 @@
 //! A wait that the deadline of an operation cuts short, and every one after it, ends with `OVERDUE` and not with a time-out: a
 //! guest that tries again until its own, later deadline would never come back.
 
-use crate::store::Wait;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
@@ -16,6 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use hw_bridge::os::lock::lock;
 use hw_bridge::os::random;
 use rustix::event::PollFlags;
 use wasmtime::component::Resource;
@@ -31,8 +31,7 @@ use crate::objects::handshake::{Dialled, Unproven};
 use crate::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
 use crate::policy::{ALL_PORTS, listed};
 use crate::status::Status;
-use crate::store::HostState;
-use hw_bridge::os::lock::lock;
+use crate::store::{HostState, Wait};
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;

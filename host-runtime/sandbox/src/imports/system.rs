@@ -1,8 +1,6 @@
 //! Facts of the machine and the process: identity, PCI and NUMA, affinity, granted variables and files, time, random
 //! numbers, the log.
 
-use crate::served::{FILES, GRANTED};
-use crate::tenant::own_cpus;
 use std::io::Write;
 use std::net::IpAddr;
 use std::path::Path;
@@ -20,8 +18,10 @@ use crate::file::{NONBLOCK, contents};
 use crate::imports::{Answer, Trap};
 use crate::limits::{MASK_WORDS, byte_list};
 use crate::policy::listed;
+use crate::served::{FILES, GRANTED};
 use crate::status::Status;
 use crate::store::HostState;
+use crate::tenant::own_cpus;
 
 /// An address of this machine.
 #[derive(Debug, Clone)]

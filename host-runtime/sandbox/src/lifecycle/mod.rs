@@ -3,7 +3,7 @@
 //! Each may be given a moment until which it has to come back, beside the tenant's limits: a swap holds others up meanwhile.
 
 mod checkpoint;
-pub mod exported;
+mod exported;
 
 pub use checkpoint::Checkpoint;
 pub use exported::{Exported, fits};

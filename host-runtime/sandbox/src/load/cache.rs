@@ -8,7 +8,6 @@
 //! All entries together have a bound, [`CACHE_BYTES`]: who stores one removes those that were not used for longest, but none
 //! that is being read.
 
-use crate::place::{directory, not_kept, ours};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
@@ -16,13 +15,14 @@ use std::time::{Duration, Instant};
 
 use cap_std::fs::{Dir, File, OpenOptions, OpenOptionsExt};
 use hw_bridge::exec::reduce::in_default_float_state;
+use hw_bridge::os::lock::lock;
 use rustix::fs::FlockOperation;
 use sha2::{Digest, Sha256};
 use wasmtime::Engine;
 use wasmtime::component::Component;
 
 use crate::limits::CACHE_BYTES;
-use hw_bridge::os::lock::lock;
+use crate::place::{directory, not_kept, ours};
 
 /// How long to wait for another process that compiles the same plugin; it may be stopped.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -4,8 +4,6 @@
 //! Version rule (stricter than the engine's, as ELF is): same major, wanted minor at most the served one; an import
 //! without a version satisfies nothing that is served with one (INV-02).
 
-use crate::served::{CALLBACKS, NET, NET_TYPES, Numbers, ServedInterface, TRANSPORT, WASI, split_version};
-use crate::store::Denied;
 use std::collections::BTreeSet;
 
 use wasmtime::Engine;
@@ -13,6 +11,8 @@ use wasmtime::component::Component;
 use wasmtime::component::types::ComponentItem;
 
 use crate::load::Kind;
+use crate::served::{CALLBACKS, NET, NET_TYPES, Numbers, ServedInterface, TRANSPORT, WASI, split_version};
+use crate::store::Denied;
 
 /// Compares all imports of `component` with what this host serves to that kind of plugin, less the callbacks in `without`
 /// (tests take single ones away, INV-08) and with what is granted of WASI.

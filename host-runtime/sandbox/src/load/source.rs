@@ -2,7 +2,6 @@
 //!
 //! The bytes that were checked are the bytes that are compiled: a file is read once.
 
-use crate::file::{NONBLOCK, contents};
 use std::path::{Component, Path};
 
 use cap_std::ambient_authority;
@@ -10,6 +9,7 @@ use cap_std::fs::{Dir, OpenOptions, OpenOptionsExt};
 use ed25519_dalek::Signature;
 use sha2::{Digest, Sha256};
 
+use crate::file::{NONBLOCK, contents};
 use crate::limits::MAX_PLUGIN_BYTES;
 use crate::policy::{Plugins, listed};
 use crate::tenant::Tenant;

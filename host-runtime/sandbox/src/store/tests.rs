@@ -1,7 +1,5 @@
 //! Instances: what stops them, and what does not.
 
-use super::*;
-use crate::limits::Limits;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -9,8 +7,10 @@ use std::time::{Duration, Instant};
 use wasmtime::StoreContextMut;
 use wasmtime::component::{Component, Linker};
 
+use super::*;
 use crate::abort::AbortToken;
 use crate::error::Error;
+use crate::limits::Limits;
 use crate::status::Status;
 use crate::tenant::{Tenant, limited};
 

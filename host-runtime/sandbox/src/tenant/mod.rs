@@ -5,9 +5,6 @@
 pub mod supervisor;
 pub mod throttle;
 
-use crate::accounts::{Account, Counters, Quota};
-use hw_bridge::os::lock::lock;
-use rustix::thread::CpuSet;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -20,15 +17,16 @@ use hw_bridge::memory::hbm::{Hbm, HbmBuf, HbmError};
 use hw_bridge::memory::links::LinkServer;
 use hw_bridge::memory::segment::Segment;
 use hw_bridge::model::{DeviceModel, IdMapSet};
+use hw_bridge::os::bell::WaitMode;
+use hw_bridge::os::lock::lock;
 use hw_bridge::os::log_rate::LogRate;
+use rustix::thread::CpuSet;
 
 use crate::abort::WeakAbort;
+use crate::accounts::{Account, Counters, Quota};
 use crate::error::Error;
-use crate::objects::CommCore;
-use hw_bridge::os::bell::WaitMode;
-
 use crate::limits::Limits;
-use crate::objects::OpenNet;
+use crate::objects::{CommCore, OpenNet};
 use crate::policy::{Bytes, Policy, listed};
 use crate::tenant::supervisor::Supervisor;
 use crate::tenant::throttle::Allowance;

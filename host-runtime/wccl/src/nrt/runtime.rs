@@ -1,16 +1,27 @@
 //! One tenant runtime: the modelled machine, the one load of the collectives library, the soft net step.
 
-use sandbox::served::GRANTED;
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+use enc::Algorithm;
+use enc::table::{Policy, Table};
 use hmac::Mac;
 use hw_bridge::exec::share::{Market, Terms};
 use hw_bridge::model::{DeviceConfig, DeviceModel};
 use hw_bridge::os::bell::WaitMode;
+use hw_bridge::os::lock::lock;
+use sandbox::entries::{Forward, LoadError};
+use sandbox::error::Error;
+use sandbox::key::GroupKey;
+use sandbox::limits::{ID_BYTES, Limits};
+use sandbox::policy::{Network, Policy as TenantPolicy, Share};
+use sandbox::served::GRANTED;
+use sandbox::store::for_group;
+use sandbox::tenant::{Tenant, TenantConfig};
+use sandbox::{id, load, vars};
 
 use crate::control::Control;
 use crate::metrics::{self, Eras};
@@ -18,17 +29,6 @@ use crate::nrt::communicator::{CommOptions, Communicator};
 use crate::serve::client::Service;
 use crate::swap::doors::Doors;
 use crate::swap::{Counts, Fault, Step, Swaps};
-use enc::Algorithm;
-use enc::table::{Policy, Table};
-use hw_bridge::os::lock::lock;
-use sandbox::entries::{Forward, LoadError};
-use sandbox::error::Error;
-use sandbox::key::GroupKey;
-use sandbox::limits::{ID_BYTES, Limits};
-use sandbox::policy::{Network, Policy as TenantPolicy, Share};
-use sandbox::store::for_group;
-use sandbox::tenant::{Tenant, TenantConfig};
-use sandbox::{id, load, vars};
 
 /// How to open a runtime.
 #[derive(Debug, Clone)]

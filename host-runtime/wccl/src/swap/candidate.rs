@@ -14,7 +14,7 @@ use crate::nrt::plane::{Plan, Plane};
 use crate::swap::Request;
 use sandbox::entries::{self, Loaded};
 use sandbox::lifecycle;
-use sandbox::lifecycle::exported::fits;
+use sandbox::lifecycle::fits;
 use sandbox::load::Source;
 use sandbox::objects::CommunicatorObject;
 use sandbox::store::{Instance, Library, bounded};
