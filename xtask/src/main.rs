@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
+mod alike;
 mod fuzz;
 mod guests;
 mod programs;
@@ -49,7 +50,8 @@ Commands:
                    --gap US                   how long the tenant computes between two calls (0)
   fuzz [TARGET]  Try the fuzz targets, or one, under libFuzzer; fail at the first finding. Needs a C++ compiler (g++).
                    --seconds N       how long each (180)
-  rooms          Print which folders of each crate name which; fail if they form a circle, or a crate names one it may not.
+  rooms          Print which folders of each crate name which; fail if they form a circle, a crate names one it may not, or
+                 one alone is built of other dependencies than the whole.
   spec-coverage  List each invariant of the specification with the tests that prove it.
                    --missing         only those without a test
                    --require LIST    fail unless each has a test; LIST is like 1-27,32,40-45
@@ -127,8 +129,10 @@ fn run(arguments: &[OsString]) -> Result<u8> {
         "fuzz" => fuzz::run(&Workspace::find()?, rest),
         "rooms" => {
             no_arguments(command, rest)?;
-            let (map, faults) = rooms::check(&Workspace::find()?.root)?;
+            let workspace = Workspace::find()?;
+            let (map, mut faults) = rooms::check(&workspace.root)?;
             print!("{map}");
+            faults.extend(alike::check(|| workspace.cargo())?);
             faults.iter().for_each(|fault| note(&format!("error: {fault}")));
             Ok(u8::from(!faults.is_empty()))
         }
