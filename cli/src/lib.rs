@@ -98,7 +98,7 @@ fn start_log(cli: &Cli) -> anyhow::Result<()> {
     // Who asks about a plugin, or needs one, prints the reason of a refused load by itself.
     let usual = match cli.command {
         Command::Plugin(_) | Command::Info(_) => "off",
-        Command::Worker(_) => "warn,wccl::nrt::runtime=off",
+        Command::Worker(_) => "warn,wccl::api::runtime=off",
         _ => "warn",
     };
     let filter = match &cli.log {

@@ -21,7 +21,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use hw_bridge::model::{HostMem, IncrementRegister};
 use sandbox::policy::Policy;
 use tests::zoo::{ANSWER, Operand, Plugin, REPLY, SCRATCH, ok_bytes, ok_unit};
-use wccl::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
 use crate::guest::Wire;
 use crate::leak::Open;

@@ -17,7 +17,7 @@
 //! | `control`, `operation` | a peer's control segment | `wccl top`, the sequencer |
 //! | `links` | both ends of a link | `hw_bridge::memory::links` |
 //! | `handshake` | who dials a bootstrap socket, or answers there | `sandbox::imports`, the handshake |
-//! | `groups` | a group's meeting places and verdicts | `wccl::nrt::groups` |
+//! | `groups` | a group's meeting places and verdicts | `wccl::groups` |
 //! | `environment` | variables | `RuntimeConfig`, `DeviceModel` |
 //! | `policy` | a tenant's policy | `sandbox::policy` |
 //! | `sizes` | the command line | `wccl` |

@@ -18,7 +18,7 @@ use hw_bridge::memory::links::{Edge, Grant, HELLO_BYTES, IPC_BYTES, LinkServer, 
 use hw_bridge::memory::segment::Segment;
 use hw_bridge::os::bell::WaitPolicy;
 use hw_bridge::os::clock;
-use wccl::nrt::groups::fuzzing;
+use wccl::groups::fuzzing;
 use wccl::{DataType, ReduceOp};
 
 /// How long either end of a link is waited for.

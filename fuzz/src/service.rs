@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use anyhow::Result;
 use tests::zoo::{Body, Plugin};
-use wccl::nrt::RuntimeConfig;
+use wccl::RuntimeConfig;
 use wccl::serve::{ServeConfig, Server, fuzzing, identify};
 
 use crate::leak::Open;

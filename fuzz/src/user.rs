@@ -7,7 +7,7 @@ use std::path::Path;
 
 use hw_bridge::model::DeviceModel;
 use sandbox::policy::Policy;
-use wccl::nrt::RuntimeConfig;
+use wccl::RuntimeConfig;
 
 use wccl_cli::page::plot;
 use wccl_cli::rank::collective;

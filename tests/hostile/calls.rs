@@ -8,7 +8,7 @@ use sandbox::bindings::neuron::nrt::types::NecPodType;
 use sandbox::entries::{NAMES, ORIGINALS, Resource};
 use sandbox::error::Error;
 use tests::zoo::{Body, Plugin, REPLY, SCRATCH, probe};
-use wccl::nrt::{CommOptions, Runtime};
+use wccl::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Group, animal, gives_up, said};
 

@@ -7,9 +7,8 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use wccl::message;
-use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
 use wccl::serve::{ServeConfig, Server, identify};
+use wccl::{CommOptions, Runtime, RuntimeConfig, message};
 
 use crate::zoo::{Animal, Cage, Group, animal, config, said, squatted};
 

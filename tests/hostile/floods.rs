@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, init_comm};
 
-use wccl::nrt::{CommOptions, Runtime};
+use wccl::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Group, animal, at_once, gives_up, opened, said};
 

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 use tests::zoo::{ANSWER, Plugin, REPLY, SCRATCH, TRANSPORT, init_comm, ok_bytes, ok_unit, unique_id};
-use wccl::nrt::CommOptions;
+use wccl::CommOptions;
 
 use crate::floods::LISTEN;
 use crate::zoo::{Animal, Group, animal, at_once, opened, said};

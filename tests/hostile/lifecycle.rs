@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tests::zoo;
-use wccl::nrt::CommOptions;
+use wccl::CommOptions;
 use wccl::swap::{Order, coordinate};
 
 use crate::zoo::{Animal, Attack, Cage, Group, animal, opened};

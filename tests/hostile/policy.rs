@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use sandbox::load::signing::SecretKey;
 use tests::zoo::{Plugin, REPLY, SCRATCH, unique_id};
 use wccl::metrics::MetricsServer;
-use wccl::nrt::{CommOptions, Runtime};
+use wccl::{CommOptions, Runtime};
 
 use crate::zoo::{Animal, Cage, Group, animal, gives_up, opened, said};
 

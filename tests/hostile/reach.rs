@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use tests::zoo::{Plugin, REPLY, SCRATCH, TRANSPORT};
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Runtime, RuntimeConfig};
 
 use crate::zoo::{Animal, Cage, Group, animal, at_once, gives_up, opened, said};
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use sha2::{Digest, Sha256};
 use tests::zoo::{Plugin, init_comm};
-use wccl::nrt::{CommOptions, Communicator, Runtime};
+use wccl::{CommOptions, Communicator, Runtime};
 
 use crate::zoo::{Animal, Group, animal, config, opened, said, squatted};
 

@@ -4,8 +4,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use wccl::nrt::{CommOptions, Io, Runtime};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, DataType, Io, ReduceOp, Runtime};
 
 use crate::zoo::{config, port};
 

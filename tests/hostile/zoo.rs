@@ -15,7 +15,7 @@ use sandbox::policy::Policy;
 pub use tests::port::free as port;
 use tests::sentence::fits;
 use tests::zoo::{ANSWER, Plugin};
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Runtime, RuntimeConfig};
 
 use crate::victim::victim;
 

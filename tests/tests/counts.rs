@@ -16,8 +16,7 @@ use enc::Algorithm;
 use hw_bridge::call::Op;
 use hw_bridge::limits::STAGE_BYTES;
 use sandbox::policy::{Rate, Share};
-use wccl::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, Io, Peers, ReduceOp, RuntimeConfig, Tensor};
 
 thread_local! {
     // Neither lazily made nor dropped, so that the allocator may use it at any time.

@@ -30,7 +30,7 @@ const CRATES: &[Crate] = &[
     of("hw_bridge", "hw-bridge/src", &[]),
     of("enc", "host-runtime/enc/src", &["hw_bridge"]),
     of("sandbox", "host-runtime/sandbox/src", &["hw_bridge"]),
-    Crate { circles: true, ..of("wccl", "host-runtime/wccl/src", &["enc", "sandbox", "hw_bridge"]) },
+    of("wccl", "host-runtime/wccl/src", &["enc", "sandbox", "hw_bridge"]),
     of("wccl_cli", "cli/src", &["wccl", "enc", "sandbox", "hw_bridge"]),
     Crate { circles: true, ..of("nccom_core", "plugins/nccom-core/src", &[]) },
 ];

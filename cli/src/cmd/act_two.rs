@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use sandbox::error::Error;
 use sandbox::limits::Limits;
-use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Runtime, RuntimeConfig};
 
 use crate::rank::load::{Load, Sum, lost_and_wrong, percentile_ms};
 use crate::term::Progress;

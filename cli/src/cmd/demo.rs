@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
-use wccl::nrt::Communicator;
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, ReduceOp};
 
 use crate::cmd::act_two;
 use crate::cmd::worker::{self, Ranks};

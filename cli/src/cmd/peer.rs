@@ -9,8 +9,7 @@ use std::time::Instant;
 
 use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
-use wccl::nrt::Communicator;
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, ReduceOp};
 
 use crate::rank::collective::{self, Buffers, Case, Memory};
 use crate::rank::{measure, member};

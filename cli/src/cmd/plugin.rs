@@ -13,7 +13,7 @@ use sandbox::load::{self, Kind, cache, read};
 use sandbox::served::{CALLBACKS, TRANSPORT, split_version};
 use sandbox::store::Library;
 use serde::Serialize;
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Runtime, RuntimeConfig};
 
 use crate::size;
 use crate::term::{self, Paint};

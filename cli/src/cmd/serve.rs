@@ -12,8 +12,8 @@ use anyhow::Context;
 use hw_bridge::exec::share::Market;
 use hw_bridge::os::signals::Ending;
 use wccl::metrics::{MetricsServer, Usage};
-use wccl::nrt::{Runtime, RuntimeConfig};
 use wccl::serve::{ServeConfig, Server, identify};
+use wccl::{Runtime, RuntimeConfig};
 
 const EXAMPLES: &str = "\
 Examples:

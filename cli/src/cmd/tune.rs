@@ -16,7 +16,7 @@ use enc::table::{Memory as Where, Policy, Row, Table};
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use serde::{Deserialize, Serialize};
-use wccl::nrt::RuntimeConfig;
+use wccl::RuntimeConfig;
 
 use crate::cmd::explain;
 use crate::cmd::sweep::Sweep;

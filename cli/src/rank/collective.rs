@@ -3,8 +3,7 @@
 use anyhow::Context;
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
-use wccl::nrt::{Communicator, Io, Peers, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, Io, Peers, ReduceOp, Tensor};
 
 use crate::rank::reference::{Pattern, Tile, wrong_elements};
 

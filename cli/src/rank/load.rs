@@ -11,9 +11,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
 use wccl::swap::{Order, coordinate};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig, Tensor};
 
 /// How long a rank may take for what it is told.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use sandbox::error::Error;
-use wccl::nrt::Communicator;
+use wccl::Communicator;
 
 use crate::rank::collective::{Buffers, Case};
 use crate::rank::member;

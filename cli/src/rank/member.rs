@@ -5,8 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use wccl::error::Error;
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp, vars};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig, vars};
 
 use super::cores::{self, Core};
 

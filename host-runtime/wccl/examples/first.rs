@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use wccl::nrt::{Buffers, CommOptions, Io, Runtime, RuntimeConfig};
+use wccl::{Buffers, CommOptions, Io, Runtime, RuntimeConfig};
 use wccl::{DataType, ReduceOp};
 
 fn variable(name: &str) -> Result<String, String> {

@@ -45,8 +45,7 @@ use sandbox::abort::AbortToken;
 use sandbox::error::Error;
 use sandbox::vars;
 use tests::events::{self, Events};
-use wccl::nrt::{CommOptions, Communicator, Io, Peers, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, Peers, ReduceOp, Runtime, RuntimeConfig};
 
 mod sys {
     //! The few calls of the C library that std does not offer.

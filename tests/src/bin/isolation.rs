@@ -16,8 +16,7 @@ use clap::Parser;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use sandbox::policy::{Policy, Rate, Share};
 use tests::zoo::Plugin;
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 const RANKS: usize = 2;
 /// Tenant numbers.

@@ -10,8 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use sandbox::vars;
 use tests::floats::{self, Digest};
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 fn number(name: &str) -> Result<usize> {
     variable(name)?.parse().with_context(|| format!("{name} is no number"))

@@ -13,9 +13,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use sandbox::vars;
 use tests::reduction;
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use wccl::swap::{Fault, Step};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();

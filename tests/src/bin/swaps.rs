@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-use wccl::nrt::RuntimeConfig;
+use wccl::RuntimeConfig;
 use wccl_cli::rank::load;
 
 const RANKS: usize = 4;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use sandbox::abort::AbortToken;
-use wccl::nrt::{CommOptions, Runtime};
+use wccl::{CommOptions, Runtime};
 
 use crate::common::{HANG, config, free_port};
 

@@ -1,7 +1,6 @@
 //! Loading, using and unloading a plugin again and again leaves memory and descriptors flat.
 
-use wccl::DataType;
-use wccl::nrt::{CommOptions, Io, Runtime};
+use wccl::{CommOptions, DataType, Io, Runtime};
 
 use crate::common::{config, free_port};
 

@@ -6,8 +6,7 @@
 use enc::Algorithm;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 use sandbox::error::Error;
-use wccl::nrt::{Communicator, Io, Peers, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, Io, Peers, ReduceOp, RuntimeConfig};
 
 use crate::common::{config, world};
 

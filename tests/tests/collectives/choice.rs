@@ -5,8 +5,7 @@ use std::sync::Arc;
 use enc::Algorithm;
 use enc::table::Table;
 use sandbox::error::Error;
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{bytes_of, config, free_port, world};
 

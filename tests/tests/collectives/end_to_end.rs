@@ -8,8 +8,7 @@ use std::time::{Duration, Instant};
 use enc::Algorithm;
 use hw_bridge::exec::reduce;
 use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
-use wccl::nrt::{Communicator, Io, Peers, Reduction, RuntimeConfig, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, Io, Peers, ReduceOp, Reduction, RuntimeConfig, Tensor};
 
 use crate::common::{HANG, config, releases, world};
 

@@ -8,8 +8,7 @@ pub(super) mod scalar;
 
 use enc::Algorithm;
 use scalar::{Codec, layout, reduced};
-use wccl::nrt::{Communicator, Io, Peers, RuntimeConfig, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::{Communicator, DataType, Io, Peers, ReduceOp, RuntimeConfig, Tensor};
 
 use crate::common::{config, world};
 

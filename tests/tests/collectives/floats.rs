@@ -11,8 +11,7 @@ use crate::common::{config, world};
 use enc::Algorithm;
 use hw_bridge::exec::reduce::{reduce_scaled_slices, reduce_slices};
 use tests::floats::{self, Digest};
-use wccl::nrt::{Io, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{DataType, Io, ReduceOp, RuntimeConfig};
 
 /// A meeting place that nobody else has: loopback addresses are many, and this process's number is in it.
 fn meeting_place() -> String {

@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo;
-use wccl::nrt::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig, Tensor};
 
 use crate::common::ranks::{Rank, start};
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use hw_bridge::exec::reduce;
 use hw_bridge::group::flight::State;
-use wccl::nrt::{Buffers, Communicator, Io, OwnedReduction, Peers, Request, Stream, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::{Buffers, Communicator, DataType, Io, OwnedReduction, Peers, ReduceOp, Request, Stream, Tensor};
 
 use crate::common::{bytes_of, config, values_of, world};
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use tests::port::free as free_port;
-use wccl::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
 /// Bound against hangs: far more than anything takes on a busy machine, so that it says nothing of speed.
 pub const HANG: Duration = Duration::from_secs(240);

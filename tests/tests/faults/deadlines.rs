@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use hw_bridge::group::flight::State;
 use sandbox::error::Error;
 use sandbox::status::Status;
-use wccl::DataType;
-use wccl::nrt::{Io, Peers, RuntimeConfig, Tensor};
+use wccl::{DataType, Io, Peers, RuntimeConfig, Tensor};
 
 use crate::common::{config, world};
 

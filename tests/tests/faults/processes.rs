@@ -4,8 +4,7 @@ use std::collections::HashSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime};
 
 use crate::common::ranks::{Rank, spawn, start, start_at};
 use crate::common::{HANG, config, free_port, world};

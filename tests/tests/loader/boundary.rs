@@ -12,7 +12,7 @@ use sandbox::served::CALLBACKS;
 use sandbox::status::Status;
 use sandbox::store::Library;
 use tests::zoo::{self, Body, Plugin, TRANSPORT, Wit};
-use wccl::nrt::{CommOptions, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Runtime, RuntimeConfig};
 use wit_parser::{Resolve, Type, TypeDefKind};
 
 use crate::support::{Folder, config, loaded, log};

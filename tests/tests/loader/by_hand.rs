@@ -3,7 +3,7 @@
 use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo::{TRANSPORT, componentise};
-use wccl::nrt::CommOptions;
+use wccl::CommOptions;
 
 use crate::support::{Folder, config, loaded, log};
 

@@ -8,7 +8,7 @@ use sandbox::error::Error;
 use sandbox::served::CALLBACKS;
 use sandbox::status::Status;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
-use wccl::nrt::{CommOptions, Runtime};
+use wccl::{CommOptions, Runtime};
 
 use crate::support::{Folder, INSIDE_MARK, assert_fits, config, loaded, log, on_mark, open};
 
@@ -257,7 +257,7 @@ fn a_host_that_serves_more_stays_compatible() {
     p.wit.edit("hw", "\ninterface random {", "\ninterface chance {").unwrap();
     let rt = loaded(config(&folder.put("plugin.wasm", &p.build().unwrap())));
     assert_eq!(rt.unique_id(1).unwrap()[..28], [0; 28]);
-    let mut comm = rt.init_comm(wccl::nrt::CommOptions::with_id([1; 128], 0, 1)).unwrap();
+    let mut comm = rt.init_comm(wccl::CommOptions::with_id([1; 128], 0, 1)).unwrap();
     comm.barrier().unwrap();
 }
 

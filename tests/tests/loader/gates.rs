@@ -4,7 +4,7 @@ use sandbox::entries::{EXEMPT, NAMES, ORIGINALS, Resource};
 use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo::{self, ANSWER, Body, Plugin, TRANSPORT};
-use wccl::nrt::{CommOptions, Runtime};
+use wccl::{CommOptions, Runtime};
 
 use crate::support::{Folder, assert_fits, config, loaded, log, open, sentinel};
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use tests::zoo::{self, Plugin, REPLY, SCRATCH};
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Runtime, RuntimeConfig};
 
 /// Its probe runs for what is printed of it, with nothing of what a program's plugin has.
 #[test]

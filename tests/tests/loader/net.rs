@@ -1,7 +1,7 @@
 //! The net component: soft at the load, bound by one name, and reached by a transport through the host alone.
 
 use tests::zoo::{self, Body, Plugin, REPLY, SCRATCH, ok_bytes};
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Runtime, RuntimeConfig};
 
 use crate::support::{Folder, assert_fits, config, loaded, log};
 
@@ -267,7 +267,7 @@ fn the_net_step_never_changes_the_loaders_result() {
             &format!("neuronGetUniqueId of plugin plugin.wasm failed on tenant default: NRT_UNINITIALIZED (13): {why}"),
             &err,
         );
-        assert!(rt.init_comm(wccl::nrt::CommOptions::with_id([1; 128], 0, 1)).is_ok());
+        assert!(rt.init_comm(wccl::CommOptions::with_id([1; 128], 0, 1)).is_ok());
     }
     // A component that has no v6 table opens; it is the bind that fails.
     let (_folder, rt) = with(&Plugin::new("package zoo:plugin; world plugin {}").unwrap());

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tests::events::{self, Events};
 pub use tests::sentence::fits;
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Runtime, RuntimeConfig};
 
 /// A folder of its own, gone when dropped.
 pub struct Folder(PathBuf);

@@ -9,7 +9,7 @@ use sandbox::entries::ORIGINALS;
 use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo::{self, Plugin};
-use wccl::nrt::{CommOptions, Communicator, Runtime};
+use wccl::{CommOptions, Communicator, Runtime};
 
 use crate::support::{Folder, assert_fits, config, fits, loaded, open};
 use crate::table::{Case, Entry, File, Group, Outcome, Row, groups};

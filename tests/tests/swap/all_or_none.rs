@@ -12,9 +12,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tests::{reduction, zoo};
-use wccl::nrt::{Buffers, CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use wccl::swap::{self, Fault, Kind, Order, Outcome, Report, Step, coordinate};
-use wccl::{DataType, ReduceOp};
+use wccl::{Buffers, CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::ranks::{Rank, spawn};
 use crate::common::{HANG, PluginFile, config, free_port, plugin_file};
@@ -722,7 +721,7 @@ fn communicators_come_and_go_while_swaps_are_made() {
 #[test]
 fn rings_change_on_all_ranks_between_the_same_two_operations() {
     use std::collections::BTreeMap;
-    let streams: Mutex<BTreeMap<usize, wccl::nrt::Stream>> = Default::default();
+    let streams: Mutex<BTreeMap<usize, wccl::Stream>> = Default::default();
     let usual: Arc<std::sync::OnceLock<Arc<Vec<Vec<usize>>>>> = Arc::default();
     let first = usual.clone();
     let job = Job::start_with(

@@ -9,14 +9,13 @@ use crate::common::config;
 use crate::common::ranks::start;
 use hw_bridge::os::dial::dial;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
-use wccl::nrt::Runtime;
-use wccl::swap;
+use wccl::{Runtime, swap};
 
 /// An abstract socket, which any user of the machine can bind under any name, and whose backlog is full.
 #[test]
 fn who_squats_the_name_of_a_control_socket_stands_in_nobodys_way() {
     let tenant = format!("squatted.{}", std::process::id());
-    let runtime = Runtime::open(wccl::nrt::RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap();
+    let runtime = Runtime::open(wccl::RuntimeConfig { tenant: tenant.clone(), ..config() }).unwrap();
     // As one of process 1, which lives.
     let name = SocketAddrUnix::new_abstract_name(format!("wccl-control-{tenant}-1-0").as_bytes()).unwrap();
     let squatter = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
 use sandbox::error::Error;
 use tests::zoo;
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, Tensor};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, Tensor};
 
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};
 

@@ -7,9 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tests::zoo;
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
 use wccl::swap::{Order, Report, coordinate};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{HANG, bytes_of, config, free_port, plugin_file, release, values_of, world};
 

@@ -15,8 +15,7 @@ use sandbox::error::Error;
 use sandbox::load::signing::SecretKey;
 use sandbox::policy::Policy;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
-use wccl::nrt::{CommOptions, Communicator, Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{HANG, bytes_of, free_port, plugin_file, values_of};
 

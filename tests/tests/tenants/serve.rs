@@ -16,10 +16,9 @@ use hw_bridge::os::credentials::Credentials;
 use sandbox::abort::AbortToken;
 use tests::zoo;
 use wccl::metrics::{FAMILIES, Usage};
-use wccl::nrt::{CommOptions, Io, Runtime, RuntimeConfig};
 use wccl::serve::{ServeConfig, Server, identify};
 use wccl::swap::{Kind, Order, Outcome, coordinate};
-use wccl::{DataType, ReduceOp};
+use wccl::{CommOptions, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::ranks::{Rank, start, start_at};
 use crate::common::{HANG, PluginFile, config, plugin_file, world_at};
@@ -249,7 +248,7 @@ fn groups_and_streams_work_in_a_served_process() {
         let rank = comm.rank();
         let t = comm.tensor(4096).unwrap();
         t.write(0, &(rank as u32).to_le_bytes().repeat(1024)).unwrap();
-        let first = |t: &wccl::nrt::Tensor| {
+        let first = |t: &wccl::Tensor| {
             let mut b = [0; 4];
             t.read(0, &mut b).unwrap();
             u32::from_le_bytes(b)

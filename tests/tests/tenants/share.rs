@@ -7,8 +7,7 @@ use hw_bridge::exec::share::{self, Market, Terms};
 use hw_bridge::limits::MARKET_TENANTS;
 use sandbox::policy::{Rate, Share};
 use sandbox::status::Status;
-use wccl::nrt::{Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
+use wccl::{DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{HANG, bytes_of, config, values_of, world};
 

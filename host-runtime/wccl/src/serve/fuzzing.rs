@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::client::wire::{Greeting, Hello, LINKS_AT_ONCE, Reply, Request, Said};
 use crate::message::{self, MessageError, parse};
-use crate::serve::wire::{Greeting, Hello, LINKS_AT_ONCE, Reply, Request, Said};
 
 /// How long the service may take for all that a client says.
 const PATIENCE: Duration = Duration::from_secs(20);

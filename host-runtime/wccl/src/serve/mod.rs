@@ -16,12 +16,9 @@
 //!
 //! Threads: one a socket, two a connection. Stops: dropping the [`Server`]; clients' data planes go on.
 
-pub(crate) mod client;
 #[doc(hidden)]
 pub mod fuzzing;
-mod listener;
 mod session;
-pub(crate) mod wire;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -42,14 +39,15 @@ use hw_bridge::os::log_rate::LogRate;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::FlockOperation;
 
+use crate::api::Runtime;
+use crate::client::wire::Greeting;
+use crate::config::RuntimeConfig;
 use crate::message;
-use crate::nrt::{Runtime, RuntimeConfig};
 use hw_bridge::os::lock::lock;
 use sandbox::accounts::{Counted, Quota};
 use sandbox::error::Error;
 use sandbox::limits::TENANT_GATE_PLACES;
 use sandbox::policy::Policy;
-use wire::Greeting;
 
 /// How long a lease is waited for whose holder may just be leaving.
 const LEAVING: Duration = Duration::from_secs(2);

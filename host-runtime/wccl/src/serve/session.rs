@@ -17,13 +17,13 @@ use hw_bridge::os::credentials::{self, Credentials};
 use hw_bridge::os::shown::one_line;
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::message::{self, MessageError};
-use crate::nrt::Rendezvous;
-use crate::nrt::control::{Answer, Ask, Joining, Place};
-use crate::nrt::plane::Seat;
-use crate::serve::wire::{
+use crate::client::wire::{
     Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome,
 };
+use crate::message::{self, MessageError};
+use crate::plane::Seat;
+use crate::plane::ask::{Answer, Ask};
+use crate::plane::join::{Joining, Place, Rendezvous};
 use crate::serve::{Hosted, Lessee};
 use hw_bridge::os::lock::lock;
 use sandbox::abort::AbortToken;
@@ -241,7 +241,7 @@ impl Worker<'_> {
             Request::UniqueId { nranks, key } => {
                 let n = usize::try_from(nranks)
                     .map_err(|_| Error::Usage(format!("a group of {nranks} ranks cannot be")))?;
-                Ok(Reply::UniqueId(runtime.start_root(n, key)?.to_vec()))
+                Ok(Reply::UniqueId(runtime.host().start_root(n, key)?.to_vec()))
             }
             Request::Join(join) => self.join(join),
             Request::Ask { ask: Ask::Affinity { .. }, .. } => Err(Error::Usage(
@@ -290,14 +290,14 @@ impl Worker<'_> {
         let (rank, nranks) = (j.rank, j.nranks);
         let place = match j.on {
             Some(place) => place,
-            None => Place::of(runtime, rank.min(nranks.saturating_sub(1)), nranks.max(1))?,
+            None => Place::of(runtime.host(), rank.min(nranks.saturating_sub(1)), nranks.max(1))?,
         };
         let hbm = self.hosted.lease(place.core, &lessee)?;
         let owner = Owner { pid: lessee.pid.here().unwrap_or(0), asymmetric: j.asymmetric, mark: j.mark };
         let client = Client { owner, pidfd: lessee.pidfd.clone(), hbm };
         self.lessee = lessee;
         let joining = Joining { rendezvous, key: j.key, rank, nranks, on: Some(place) };
-        let (plane, place, _inside) = Seat::join(runtime, &joining, self.abort, Some(client))?;
+        let (plane, place, _inside) = Seat::join(runtime.host(), &joining, self.abort, Some(client))?;
         let core = &plane.core;
         let bytes = |s: &Segment| s.len() as u64;
         let (control, hbm) = (bytes(core.endpoint.control().segment()), bytes(core.endpoint.hbm().segment()));

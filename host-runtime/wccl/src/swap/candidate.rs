@@ -9,50 +9,20 @@ use hw_bridge::group::ballot::Vote;
 use sandbox::entries::Resource;
 use sha2::{Digest, Sha256};
 
-use crate::nrt::Runtime;
-use crate::nrt::plane::{Plan, Plane};
+use crate::plane::host::Host;
+use crate::plane::roster::{Held, Kept, Parked};
+use crate::plane::{Plan, Plane};
 use crate::swap::Request;
 use sandbox::entries::{self, Loaded};
 use sandbox::lifecycle;
 use sandbox::lifecycle::fits;
 use sandbox::load::Source;
 use sandbox::objects::CommunicatorObject;
-use sandbox::store::{Instance, Library, bounded};
+use sandbox::store::bounded;
 use sandbox::text::line;
 
 /// What the old plugin has at least for the call by which it serves on.
 const RESUMES: Duration = Duration::from_millis(500);
-
-/// An instance and its handle of the communicator.
-pub(super) type Control = (Arc<Instance>, u32);
-
-/// What a library had of a communicator: the communicator's id, the instance, the plan.
-pub(super) type Kept = (u64, Control, Arc<Plan>);
-
-/// The library that served before, beside the one that serves.
-#[derive(Debug, Clone)]
-pub(crate) struct Parked {
-    pub loaded: Loaded,
-    /// What it had of each communicator.
-    pub kept: Vec<Kept>,
-    /// When it goes.
-    pub until: Instant,
-    /// Which swap parked it.
-    pub swap: u64,
-    /// Processes of those that took part in it.
-    pub pids: Vec<u32>,
-    /// The library that serves instead.
-    pub successor: Arc<Library>,
-    /// How often that had stopped before it served.
-    pub stops: u64,
-}
-
-impl Parked {
-    /// How much longer it stays.
-    pub fn left(&self) -> Duration {
-        self.until.saturating_duration_since(Instant::now())
-    }
-}
 
 /// A digest as a ballot holds it.
 pub(super) fn digest_words(bytes: &[u8]) -> [u64; 4] {
@@ -83,8 +53,8 @@ fn making_room<T: Send>(work: impl FnOnce() -> Result<T, String> + Send) -> Resu
 #[derive(Debug)]
 pub(super) struct Move {
     pub plane: Arc<Plane>,
-    new: Control,
-    old: Control,
+    new: Held,
+    old: Held,
     /// What the new one planned.
     plan: Option<Arc<Plan>>,
 }
@@ -92,7 +62,7 @@ pub(super) struct Move {
 /// The library, and its moves.
 #[derive(Debug)]
 pub(super) struct Candidate {
-    runtime: Runtime,
+    host: Arc<Host>,
     pub loaded: Loaded,
     pub moves: Vec<Move>,
     /// Instances that go back to work, where a swap goes back.
@@ -101,18 +71,17 @@ pub(super) struct Candidate {
 
 impl Candidate {
     /// LOAD: the gate of the first load, by another door.
-    pub fn load(runtime: &Runtime, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
-        let inner = &runtime.0;
+    pub fn load(host: &Arc<Host>, request: &Request, parked: Option<&Parked>) -> Result<Candidate, String> {
         // Without one there would be nothing to exchange, after all had agreed.
-        inner.forward.loaded()?;
-        let (loaded, kept) = match (request.plugin(runtime), parked) {
+        host.forward.loaded()?;
+        let (loaded, kept) = match (request.plugin(&host.tenant), parked) {
             (Some(path), _) => {
                 let load = |source: &Source| {
-                    entries::load(&inner.tenant, source, &inner.config.without_callbacks).map_err(|e| e.sentinel)
+                    entries::load(&host.tenant, source, &host.config.without_callbacks).map_err(|e| e.sentinel)
                 };
                 // A compilation is seconds of every core: it would never come to its end where it makes room.
                 let (source, loaded) = making_room(|| {
-                    let source = entries::read(&inner.tenant, &path).map_err(|e| e.sentinel)?;
+                    let source = entries::read(&host.tenant, &path).map_err(|e| e.sentinel)?;
                     let loaded = source.compiled().map(|_in_use| load(&source)).transpose()?;
                     Ok((source, loaded))
                 })?;
@@ -121,7 +90,7 @@ impl Candidate {
             (None, Some(p)) => (p.loaded.clone(), p.kept.clone()),
             (None, None) => return Err("there is no plugin to go back to".into()),
         };
-        Ok(Candidate { runtime: runtime.clone(), loaded, moves: Vec::new(), kept })
+        Ok(Candidate { host: host.clone(), loaded, moves: Vec::new(), kept })
     }
 
     /// PREPARE: an instance for each communicator, made by `until`, while nobody stands still yet; answers how many there are.
@@ -131,7 +100,7 @@ impl Candidate {
 
     /// An instance for each communicator that has none yet, made by `until`; answers how many there are.
     pub fn complete(&mut self, until: Instant) -> Result<usize, String> {
-        for plane in self.runtime.0.swaps.planes() {
+        for plane in self.host.roster.planes() {
             if let Some(m) = self.moves.iter_mut().find(|m| Arc::ptr_eq(&m.plane, &plane)) {
                 // It may have been started again meanwhile.
                 m.old = plane.control().map_err(|e| e.to_string())?;
@@ -143,9 +112,8 @@ impl Candidate {
                 Some((_, control, _)) => control.clone(),
                 None => {
                     let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
-                    let made = || {
-                        self.loaded.instantiate(&self.runtime.0.tenant, &core.abort, logical, core.key, None, client)
-                    };
+                    let made =
+                        || self.loaded.instantiate(&self.host.tenant, &core.abort, logical, core.key, None, client);
                     let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
@@ -193,7 +161,7 @@ impl Candidate {
             let before = (&*m.old.0, m.old.1);
             lifecycle::quiesce(before, by).map_err(|e| about(of(e)))?;
             let held = (&*m.new.0, m.new.1);
-            let forward = &self.runtime.0.forward;
+            let forward = &self.host.forward;
             let moved = lifecycle::export(before, by, &old).map_err(about).and_then(|plan| {
                 lifecycle::import(held, by, &new, &plan)?;
                 lifecycle::resume(held, by)?;
@@ -237,14 +205,14 @@ impl Candidate {
         let mut kept = Vec::with_capacity(self.moves.len());
         for m in self.moves.drain(..) {
             let before = m.plane.plan();
-            m.plane.set_control(m.new.0, m.new.1);
+            m.plane.set_control(m.new);
             if let Some(plan) = m.plan {
                 m.plane.set_plan(plan);
             }
             kept.push((m.plane.core().id, m.old, before));
             exchange();
         }
-        let (generation, old) = self.runtime.0.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
+        let (generation, old) = self.host.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
         Ok((generation, Loaded::clone(&old), kept))
     }
 }

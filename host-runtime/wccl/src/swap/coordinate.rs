@@ -11,8 +11,8 @@ use hw_bridge::group::ballot::{Ballot, Decision};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
-use crate::control::{self, Answer, Question};
 use crate::message::{self, MessageError};
+use crate::swap::control::{self, Answer, Question};
 use crate::swap::{Kind, LONGEST, Outcome, Request, Status};
 use sandbox::error::Error;
 use sandbox::limits::MESSAGE_PATIENCE;

@@ -19,7 +19,7 @@
 //!
 //! Whatever fails before COMMIT leaves the old library running and says why, on all participants: there is one decision
 //! ([`hw_bridge::group::ballot`]), and only who has seen all participants ready can make it COMMIT. One swap at a time, two versions
-//! alive at most. Whoever wants a swap ([`coordinate()`]) finds the tenant's control sockets ([`crate::control`]), and may die
+//! alive at most. Whoever wants a swap ([`coordinate()`]) finds the tenant's control sockets (`control`), and may die
 //! at any time.
 //!
 //! | file | holds |
@@ -27,20 +27,18 @@
 //! | `coordinate` | finding the participants, the ballot, what comes of it |
 //! | `part` | what one participant does, in the order above |
 //! | `candidate` | LOAD to IMPORT, for all communicators of a participant |
-//! | `exported` | a plan between EXPORT and IMPORT: its schema, its checksum |
-//! | `lifecycle` | the five entries of `neuron:lifecycle` |
-//! | `doors` | holding the control plane shut |
+//! | `control` | the socket on which operators ask of a running tenant |
 //! | `probation` | what becomes of the old library |
 
 mod candidate;
+pub(crate) mod control;
 pub mod coordinate;
-pub(crate) mod doors;
 mod part;
 mod probation;
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -48,13 +46,12 @@ use hw_bridge::group::ballot::{Ballot, Decision};
 use hw_bridge::os::shown::one_line;
 use serde::{Deserialize, Serialize};
 
+pub use crate::config::{Fault, Step};
 pub use coordinate::{Member, Order, Report, cancel, coordinate, status};
 
-use crate::nrt::Runtime;
-use crate::nrt::plane::Plane;
-use candidate::Parked;
+use crate::plane::host::Host;
 use hw_bridge::os::lock::lock;
-use sandbox::store::Instance;
+use sandbox::tenant::Tenant;
 
 /// Longest time-out and probation.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
@@ -84,10 +81,10 @@ pub struct Request {
 }
 
 impl Request {
-    /// The plugin as `runtime`'s tenant asks for it: a mere name is its policy's to look up, if it has one.
-    fn plugin(&self, runtime: &Runtime) -> Option<PathBuf> {
+    /// The plugin as `tenant` asks for it: a mere name is its policy's to look up, if it has one.
+    fn plugin(&self, tenant: &Tenant) -> Option<PathBuf> {
         let named = |p: &Path| p.parent().is_some_and(|dir| dir.as_os_str().is_empty());
-        self.order.plugin.as_deref().map(|p| match runtime.0.tenant.policy.is_some() && named(p) {
+        self.order.plugin.as_deref().map(|p| match tenant.policy.is_some() && named(p) {
             true => p.to_path_buf(),
             // One that begins at the root stays as it is.
             false => self.folder.join(p),
@@ -176,61 +173,16 @@ pub struct Counts {
     pub lost_checkpoints: u64,
 }
 
-/// Where a swap is, for faults that tests put in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
-    /// Before LOAD.
-    Load,
-    /// Before PREPARE.
-    Prepare,
-    /// Before FREEZE.
-    Freeze,
-    /// Before EXPORT.
-    Export,
-    /// Before IMPORT of the first communicator.
-    Import,
-    /// Before the vote.
-    Vote,
-    /// Before the gates close.
-    Quiesce,
-    /// When they are closed.
-    Closed,
-    /// At the boundary, before this is said.
-    Ready,
-    /// After it was said, before the decision is looked at.
-    Decide,
-    /// When the decision was to commit, before anything is exchanged.
-    Commit,
-    /// In the middle of the exchange.
-    Exchange,
-}
-
-/// What happens there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
-    /// The step fails; once it is decided, steps do not fail any more.
-    Fail,
-    /// It takes so much longer.
-    Delay(Duration),
-    /// The process stops itself, SIGSTOP.
-    Stop,
-    /// The process ends itself, SIGKILL.
-    Kill,
-}
-
-/// The swaps of one runtime.
-#[derive(Debug, Default)]
+/// The swaps of one runtime. Its state is locked before the roster's.
+#[derive(Debug)]
 pub(crate) struct Swaps {
+    host: Arc<Host>,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    planes: Vec<Weak<Plane>>,
-    /// Instances that join a group, and the ranks as which.
-    joining: Vec<(Weak<Instance>, usize)>,
     current: Option<(Arc<Ballot>, String)>,
-    parked: Option<Parked>,
     counts: Counts,
     last: String,
     threads: Vec<JoinHandle<()>>,
@@ -238,78 +190,21 @@ struct State {
 }
 
 impl Swaps {
-    /// Notes a communicator, for the swaps to come.
-    pub(crate) fn register(&self, plane: &Arc<Plane>) {
-        let mut state = lock(&self.state);
-        state.planes.retain(|p| p.strong_count() > 0);
-        state.planes.push(Arc::downgrade(plane));
-        if let Ok((joined, _)) = plane.control() {
-            state.joining.retain(|(i, _)| i.as_ptr() != Arc::as_ptr(&joined));
-        }
-    }
-
-    /// Notes an instance that is about to join a group as `rank`, for a swap that does not wait for it.
-    pub(crate) fn joins(&self, instance: &Arc<Instance>, rank: usize) {
-        let mut state = lock(&self.state);
-        state.joining.retain(|(i, _)| i.strong_count() > 0);
-        state.joining.push((Arc::downgrade(instance), rank));
-    }
-
-    /// Ends the calls under way of instances that join a group; answers which.
-    fn end_joins(&self, why: &str) -> Vec<String> {
-        let joining: Vec<_> =
-            lock(&self.state).joining.iter().filter_map(|(i, rank)| Some((i.upgrade()?, *rank))).collect();
-        let ended = |(i, rank): &(Arc<Instance>, usize)| Some(format!("{} of rank {rank}", i.end_call(why)?));
-        joining.iter().filter_map(ended).collect()
-    }
-
-    /// Lets go of what the plugin in probation had of a communicator that is left: nothing brings it back.
-    pub(crate) fn leave(&self, comm: u64) {
-        let mut state = lock(&self.state);
-        let kept = state.parked.as_mut().and_then(|p| {
-            let at = p.kept.iter().position(|(id, ..)| *id == comm)?;
-            Some(p.kept.swap_remove(at))
-        });
-        // Not under the lock: it ends an instance.
-        drop(state);
-        drop(kept);
-    }
-
-    fn planes(&self) -> Vec<Arc<Plane>> {
-        let planes = lock(&self.state).planes.clone();
-        planes.iter().filter_map(Weak::upgrade).filter(|p| !p.left()).collect()
-    }
-
-    /// Whether the plugin before is still there to go back to.
-    pub(crate) fn on_probation(&self) -> bool {
-        lock(&self.state).parked.is_some()
-    }
-
-    /// The first of some ranks whose process takes no part in the probation under way, and how long that lasts.
-    pub(crate) fn outsider(&self, ranks: impl Iterator<Item = (usize, u32)>) -> Option<(Duration, (usize, u32))> {
-        let state = lock(&self.state);
-        let parked = state.parked.as_ref()?;
-        let outsider = ranks.into_iter().find(|(_, pid)| !parked.pids.contains(pid))?;
-        Some((parked.left(), outsider))
-    }
-
-    /// Counts a plan that is not kept.
-    pub(crate) fn lost_checkpoint(&self) {
-        lock(&self.state).counts.lost_checkpoints += 1;
+    pub(crate) fn new(host: Arc<Host>) -> Arc<Swaps> {
+        Arc::new(Swaps { host, state: Mutex::default() })
     }
 
     /// Counters.
     pub(crate) fn counts(&self) -> Counts {
-        lock(&self.state).counts
+        Counts { lost_checkpoints: self.host.roster.lost_checkpoints(), ..lock(&self.state).counts }
     }
 
     /// Begins to take part in a swap, on a thread of its own that says on `stream` what became of it.
     ///
     /// # Errors
     /// Why not: another swap is under way, or the last one is in probation.
-    pub(crate) fn begin(runtime: &Runtime, request: Request, ballot: Ballot, stream: UnixStream) -> Result<(), String> {
-        let swaps = &runtime.0.swaps;
-        let mut state = lock(&swaps.state);
+    fn begin(self: &Arc<Self>, request: Request, ballot: Ballot, stream: UnixStream) -> Result<(), String> {
+        let mut state = lock(&self.state);
         if state.closing {
             return Err("the runtime is closing".into());
         }
@@ -325,11 +220,11 @@ impl Swaps {
         if let Some((_, doing)) = &state.current {
             return Err(format!("another swap is under way ({doing}); one at a time"));
         }
-        match (&state.parked, &order.plugin) {
+        match (self.host.roster.probation(), &order.plugin) {
             (Some(p), Some(_)) => {
                 return Err(format!(
                     "the swap before is in probation for another {:?}, and two versions at most are alive; wait for its end",
-                    p.left()
+                    p.left
                 ));
             }
             (None, None) => return Err("there is no plugin in probation to go back to".into()),
@@ -341,10 +236,10 @@ impl Swaps {
             Some(p) => format!("swapping to {}", p.display()),
             None => "going back".to_string(),
         };
-        let (runtime, for_thread) = (runtime.clone(), ballot.clone());
+        let (swaps, for_thread) = (self.clone(), ballot.clone());
         let thread = std::thread::Builder::new()
             .name("wccl-swap".into())
-            .spawn(move || part::take(runtime, &request, &for_thread, &stream))
+            .spawn(move || part::take(&swaps, &request, &for_thread, &stream))
             .map_err(|e| format!("its thread cannot be started: {e}"))?;
         state.threads.retain(|t| !t.is_finished());
         state.threads.push(thread);
@@ -356,7 +251,7 @@ impl Swaps {
     ///
     /// # Errors
     /// Why not.
-    pub(crate) fn cancel(&self) -> Result<(), String> {
+    fn cancel(&self) -> Result<(), String> {
         let current = lock(&self.state).current.as_ref().map(|(ballot, _)| ballot.clone());
         match current.map(|ballot| ballot.decide(Decision::Abort)) {
             None => Err("no swap is under way".into()),
@@ -365,30 +260,32 @@ impl Swaps {
         }
     }
 
-    /// What a runtime says of itself.
-    pub(crate) fn status(runtime: &Runtime) -> Status {
-        let inner = &runtime.0;
-        let (plugin, digest, generation) = match inner.forward.loaded() {
+    /// What the runtime says of itself.
+    pub(crate) fn status(&self) -> Status {
+        let host = &self.host;
+        let (plugin, digest, generation) = match host.forward.loaded() {
             Ok(l) => (l.library.name.clone(), l.library.digest.clone(), l.generation),
             Err(why) => (why, String::new(), 0),
         };
-        let ranks = inner.swaps.planes().iter().map(|p| (p.core().rank, p.core().nranks)).collect();
-        let state = lock(&inner.swaps.state);
-        let swap = match (&state.current, &state.parked) {
+        let ranks = host.roster.planes().iter().map(|p| (p.core().rank, p.core().nranks)).collect();
+        let counts = self.counts();
+        let state = lock(&self.state);
+        let probation = host.roster.probation();
+        let swap = match (&state.current, &probation) {
             (Some((_, doing)), _) => doing.clone(),
-            (None, Some(p)) => format!("{} beside, in probation", p.loaded.library.name),
+            (None, Some(p)) => format!("{} beside, in probation", p.before.name),
             (None, None) => String::new(),
         };
         Status {
             pid: std::process::id(),
-            tenant: inner.tenant.name.clone(),
+            tenant: host.tenant.name.clone(),
             plugin,
             digest,
             generation,
             ranks,
             swap,
-            probation: state.parked.as_ref().map(|p| p.swap),
-            counts: state.counts,
+            probation: probation.as_ref().map(|p| p.swap),
+            counts,
             last: state.last.clone(),
         }
     }
@@ -406,13 +303,9 @@ impl Swaps {
         for thread in threads {
             // It may watch a probation.
             thread.thread().unpark();
-            // The last user of the runtime may have been such a thread.
-            if thread.thread().id() != std::thread::current().id() {
-                // One that panicked has already reported.
-                let _ = thread.join();
-            }
+            // One that panicked has already reported.
+            let _ = thread.join();
         }
-        let parked = lock(&self.state).parked.take();
-        drop(parked);
+        drop(self.host.roster.park(None));
     }
 }

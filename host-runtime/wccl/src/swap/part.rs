@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use hw_bridge::exec::sequencer::{Closed, Lacking, Positions};
 use hw_bridge::group::ballot::{Ballot, Decision, Phase, Vote};
 
-use crate::control::Answer;
-use crate::nrt::Runtime;
-use crate::swap::candidate::{Candidate, Parked, digest_words};
-use crate::swap::doors::{Passing, Shut};
-use crate::swap::{Fault, Kind, Order, Outcome, Request, Step, probation};
+use crate::plane::doors::{Passing, Shut};
+use crate::plane::eras;
+use crate::plane::host::Host;
+use crate::plane::roster::Parked;
+use crate::swap::candidate::{Candidate, digest_words};
+use crate::swap::control::Answer;
+use crate::swap::{Fault, Kind, Order, Outcome, Request, Step, Swaps, probation};
 use hw_bridge::os::lock::lock;
 use sandbox::limits::MESSAGE_PATIENCE;
 
@@ -28,23 +30,22 @@ const LAST_SHUT: Duration = Duration::from_millis(100);
 const CALM: Duration = Duration::from_millis(5);
 
 /// Takes part, says what became of it, and stays for probation. The thread of [`crate::swap::Swaps::begin`].
-pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, stream: &UnixStream) {
+pub(super) fn take(swaps: &Swaps, request: &Request, ballot: &Arc<Ballot>, stream: &UnixStream) {
     // Whoever asked may be gone; the others go on all the same.
     let _ = crate::message::send(stream, &Answer::Done, &[], Instant::now() + MESSAGE_PATIENCE);
     let order = &request.order;
-    let part = Part { runtime: &runtime, request, order, ballot, ended: RefCell::default() };
+    let part = Part { host: &swaps.host, request, order, ballot, ended: RefCell::default() };
     /// However the thread ends, the others are not kept waiting, nor the next swap out.
-    struct Ends<'a>(&'a Runtime, &'a Ballot);
+    struct Ends<'a>(&'a Swaps, &'a Ballot);
     impl Drop for Ends<'_> {
         fn drop(&mut self) {
             self.1.decide(Decision::Abort);
-            lock(&self.0.0.swaps.state).current = None;
+            lock(&self.0.state).current = None;
         }
     }
-    let ends = Ends(&runtime, ballot);
+    let ends = Ends(swaps, ballot);
     let outcome = part.run();
     std::mem::forget(ends);
-    let swaps = &runtime.0.swaps;
     let stays = {
         let mut state = lock(&swaps.state);
         state.current = None;
@@ -64,16 +65,16 @@ pub(super) fn take(runtime: Runtime, request: &Request, ballot: &Arc<Ballot>, st
             }
         };
         ballot.set_pause(request.place, pause);
-        tracing::info!(tenant = %runtime.0.tenant.name, swap = request.id, "{text}");
+        tracing::info!(tenant = %swaps.host.tenant.name, swap = request.id, "{text}");
         state.last = text;
         // The one that watches a probation may have waited for this.
         state.threads.iter().for_each(|t| t.thread().unpark());
-        state.parked.as_ref().is_some_and(|p| p.swap == request.id)
+        swaps.host.roster.probation().is_some_and(|p| p.swap == request.id)
     };
     ballot.set_phase(request.place, Phase::Done);
     let _ = crate::message::send(stream, &outcome, &[], Instant::now() + MESSAGE_PATIENCE);
     if stays {
-        probation::watch(runtime, request.id);
+        probation::watch(swaps, request.id);
     }
 }
 
@@ -83,7 +84,7 @@ fn told(ended: &[String]) -> String {
 }
 
 struct Part<'a> {
-    runtime: &'a Runtime,
+    host: &'a Arc<Host>,
     request: &'a Request,
     order: &'a Order,
     ballot: &'a Arc<Ballot>,
@@ -119,7 +120,7 @@ impl Part<'_> {
     /// Faults that a test has put in.
     fn at(&self, step: Step) -> Result<(), String> {
         use rustix::process::{Signal, getpid, kill_process};
-        for (at, fault) in &self.runtime.0.config.swap_faults {
+        for (at, fault) in &self.host.config.swap_faults {
             if *at != step {
                 continue;
             }
@@ -156,8 +157,8 @@ impl Part<'_> {
             return self.net(until);
         }
         // It stays where it is until the decision.
-        let parked = lock(&self.runtime.0.swaps.state).parked.clone();
-        let mut candidate = Candidate::load(self.runtime, request, parked.as_ref())?;
+        let parked = self.host.roster.parked();
+        let mut candidate = Candidate::load(self.host, request, parked.as_ref())?;
         drop(parked);
         self.goes_on()?;
         self.at(Step::Prepare)?;
@@ -213,7 +214,7 @@ impl Part<'_> {
     }
 
     fn shut(&self, until: Instant) -> Result<Shut<'_>, String> {
-        self.runtime.0.doors.shut(until, self.order.force).map_err(|inside| {
+        self.host.doors.shut(until, self.order.force).map_err(|inside| {
             format!(
                 "{inside} calls are inside the old plugin, or make a communicator, and did not end in time; try again, or `force`"
             )
@@ -380,29 +381,19 @@ impl Part<'_> {
         }
         let until = Instant::now() + order.probation;
         let successor = candidate.loaded.library.clone();
-        let (stops, _) = self.runtime.0.tenant.supervisor.stops(&successor.digest);
+        let (stops, _) = self.host.tenant.supervisor.stops(&successor.digest);
         let (generation, loaded, kept) = candidate.commit(|| drop(self.at(Step::Exchange)))?;
         drop(closed);
         let pause = began.elapsed();
-        crate::metrics::note(self.runtime);
+        eras::note(self.host);
         let kept_by = Some(Instant::now() + order.quiesce);
         planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint(kept_by));
         let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone(), successor, stops };
-        let goes = {
-            let mut state = lock(&self.runtime.0.swaps.state);
-            let goes = state.parked.take();
-            // What failed in probation does not come back; what was parked before serves again.
-            if order.plugin.is_some() && !order.probation.is_zero() {
-                state.parked = Some(parked);
-                (goes, None)
-            } else {
-                (goes, Some(parked))
-            }
-        };
-        // RETIRE, where there is no probation.
-        drop(goes);
+        // What failed in probation does not come back; what was parked before serves again. RETIRE, where there is no probation.
+        let stays = order.plugin.is_some() && !order.probation.is_zero();
+        drop(self.host.roster.park(stays.then_some(parked)));
         // Who left before it was parked found nothing to let go of.
-        planes.iter().filter(|(p, _)| p.left()).for_each(|(p, _)| self.runtime.0.swaps.leave(p.core().id));
+        planes.iter().filter(|(p, _)| p.left()).for_each(|(p, _)| self.host.roster.leave(p.core().id));
         Ok(Outcome::Swapped { generation, pause, ended: self.ended.take() })
     }
 
@@ -411,7 +402,7 @@ impl Part<'_> {
         let why = format!("a hot swap (--force, number {:x}) ended the call", self.request.id);
         let mut ended = self.ended.borrow_mut();
         ended.extend(candidate.end_calls(&why));
-        ended.extend(self.runtime.0.swaps.end_joins(&why));
+        ended.extend(self.host.roster.end_joins(&why));
     }
 
     /// Says that this participant holds still, and waits for the decision.
@@ -433,12 +424,12 @@ impl Part<'_> {
 
     /// A net component: no lane runs by it, so there is nothing to bring to a stand but the calls of the library.
     fn net(&self, until: Instant) -> Result<Outcome, String> {
-        let (order, inner) = (self.order, &self.runtime.0);
-        let Some(path) = self.request.plugin(self.runtime) else {
+        let (order, host) = (self.order, self.host);
+        let Some(path) = self.request.plugin(&host.tenant) else {
             return Err("a net plugin has no probation to go back from".into());
         };
         self.at(Step::Prepare)?;
-        let new = sandbox::load::net::prepare(&inner.tenant, &path)?;
+        let new = sandbox::load::net::prepare(&host.tenant, &path)?;
         let digest = digest_words(new.digest().as_bytes());
         self.ballot.vote(self.request.place, Vote { digest, wire: 0 });
         self.all_voted(until)?;
@@ -450,9 +441,9 @@ impl Part<'_> {
         let until = began + order.quiesce;
         let _shut = self.shut(until)?;
         self.decide(until)?;
-        let generation = inner.forward.loaded().map_or(0, |l| l.generation);
+        let generation = host.forward.loaded().map_or(0, |l| l.generation);
         // RETIRE: handles of the old one, if a library still has any, lead to the new one from here on.
-        drop(sandbox::load::net::exchange(&inner.tenant, new));
+        drop(sandbox::load::net::exchange(&host.tenant, new));
         Ok(Outcome::Swapped { generation, pause: began.elapsed(), ended: Vec::new() })
     }
 }

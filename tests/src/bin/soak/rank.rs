@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use sandbox::error::Error;
-use wccl::nrt::{CommOptions, Communicator, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
 use crate::plan::{Rng, operation};
 use wccl_cli::rank::collective::Buffers;

@@ -12,9 +12,11 @@ use hw_bridge::call::{DataType, Op, ReduceOp};
 use hw_bridge::exec::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 
-use crate::nrt::communicator::{Communicator, bad};
-use crate::nrt::plane::{Plane, Seat};
-use crate::nrt::tensor::{Io, Shape, Tensor, resolve};
+use crate::api::communicator::Communicator;
+use crate::api::runtime::Runtime;
+use crate::api::tensor::{Io, Shape, Tensor, resolve};
+use crate::plane::host::bad;
+use crate::plane::{Plane, Seat};
 use enc::table::{Policy, Why};
 use enc::{Algorithm, Call, Lists};
 use sandbox::error::Error;
@@ -32,7 +34,7 @@ pub struct Peers {
 /// One of the reductions of [`Communicator::all_reduce_many`].
 pub type Reduction<'a> = ReductionOf<&'a Tensor, &'a mut [u8]>;
 
-/// One of the reductions of [`crate::nrt::Stream::all_reduce_many`], which owns them meanwhile.
+/// One of the reductions of [`crate::Stream::all_reduce_many`], which owns them meanwhile.
 pub type OwnedReduction = ReductionOf<Arc<Tensor>, Vec<u8>>;
 
 /// A reduction among many: what it holds, a tensor `T` or private memory `B`, is the input, and becomes the result.
@@ -144,6 +146,8 @@ pub(super) struct Engine {
     /// Deadline of an operation.
     pub(super) timeout: Duration,
     schedules: Schedules,
+    /// Which lives as long as one of these does; the last to go.
+    runtime: Runtime,
 }
 
 pub(super) fn call(op: Op, dtype: DataType, count: u64) -> Call {
@@ -299,10 +303,10 @@ impl Communicator {
 }
 
 impl Engine {
-    pub(super) fn new(plane: Arc<Seat>, lane: Lane, timeout: Duration) -> Engine {
-        let forced = plane.runtime.0.config.algorithm;
+    pub(super) fn new(plane: Arc<Seat>, lane: Lane, timeout: Duration, runtime: Runtime) -> Engine {
+        let forced = runtime.config().algorithm;
         let (rings, schedules) = Default::default();
-        let mut engine = Engine { plane, lane, rings, forced, timeout, schedules };
+        let mut engine = Engine { plane, lane, rings, forced, timeout, schedules, runtime };
         engine.refresh();
         engine
     }
@@ -314,7 +318,11 @@ impl Engine {
     /// Another one for a further lane, with this one's deadline and algorithm.
     pub(super) fn beside(&self, lane: Lane) -> Engine {
         let forced = self.forced;
-        Engine { forced, ..Engine::new(self.plane.clone(), lane, self.timeout) }
+        Engine { forced, ..Engine::new(self.plane.clone(), lane, self.timeout, self.runtime.clone()) }
+    }
+
+    pub(super) fn runtime(&self) -> &Runtime {
+        &self.runtime
     }
 
     pub(super) fn rings(&self) -> &Arc<Vec<Vec<usize>>> {

@@ -11,7 +11,7 @@ mod directory;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,6 @@ use serde::{Deserialize, Serialize};
 use directory::Directory;
 
 use crate::message::{self, MessageError};
-use crate::nrt::Runtime;
 use crate::swap::{Request, Status, Swaps};
 use sandbox::error::Error;
 use sandbox::limits::{MAX_QUESTION_BYTES, MAX_TENANT_TAG, MAX_VISITORS, MESSAGE_PATIENCE};
@@ -41,7 +40,7 @@ const SILENT: Duration = Duration::from_secs(10);
 pub enum Question {
     /// What the runtime is, and what its swaps are doing.
     Status,
-    /// To take part in a swap, whose ballot comes along. [`Answer::Done`] is followed by a [`crate::swap::Outcome`].
+    /// To take part in a swap, whose ballot comes along. [`Answer::Done`] is followed by a [`Outcome`](crate::swap::Outcome).
     Swap(Request),
     /// To give up the swap under way.
     Cancel,
@@ -104,18 +103,18 @@ fn system(what: &'static str) -> impl FnOnce(std::io::Error) -> Error {
 }
 
 impl Control {
-    /// Opens the socket of `runtime`, which lives by its own users. `None` if there is no directory for it, which the log says:
+    /// Opens the socket of a runtime, which lives by its own users. `None` if there is no directory for it, which the log says:
     /// a program that cannot be swapped runs all the same.
     ///
     /// # Errors
     /// [`Error::System`].
-    pub(crate) fn start(runtime: &Runtime) -> Result<Option<Control>, Error> {
-        Control::start_in(&directory::places(), runtime)
+    pub(crate) fn start(swaps: &Arc<Swaps>) -> Result<Option<Control>, Error> {
+        Control::start_in(&directory::places(), swaps)
     }
 
     /// The same, in the first of these places that can be had.
-    fn start_in(places: &[PathBuf], runtime: &Runtime) -> Result<Option<Control>, Error> {
-        let tenant = &runtime.0.tenant.name;
+    fn start_in(places: &[PathBuf], swaps: &Arc<Swaps>) -> Result<Option<Control>, Error> {
+        let tenant = &swaps.host.tenant.name;
         let without = |why: &str| {
             tracing::warn!(
                 tenant = %tenant,
@@ -140,20 +139,19 @@ impl Control {
             }
             Err(e) => return Err(system("opening a control socket")(e)),
         };
-        let started = Control::serve(listener, runtime, credentials::this_user);
+        let started = Control::serve(listener, swaps, credentials::this_user);
         let (stop, thread) = started.inspect_err(|_| directory.remove(&name))?;
         Ok(Some(Control { directory, name, stop, thread: Some(thread) }))
     }
 
     /// Starts the thread, which hears whom `heard` names; answers the event that ends it too.
-    fn serve(listener: UnixListener, runtime: &Runtime, heard: Heard) -> Result<(OwnedFd, JoinHandle<()>), Error> {
+    fn serve(listener: UnixListener, swaps: &Arc<Swaps>, heard: Heard) -> Result<(OwnedFd, JoinHandle<()>), Error> {
         listener.set_nonblocking(true).map_err(system("setting up a control socket"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| system("making a stop event")(e.into()))?;
-        let (stopped, runtime) =
-            (stop.try_clone().map_err(system("copying a stop event"))?, std::sync::Arc::downgrade(&runtime.0));
+        let (stopped, swaps) = (stop.try_clone().map_err(system("copying a stop event"))?, Arc::downgrade(swaps));
         let thread = std::thread::Builder::new()
             .name("wccl-control".into())
-            .spawn(move || serve(&listener, &stopped, &runtime, heard))
+            .spawn(move || serve(&listener, &stopped, &swaps, heard))
             .map_err(system("starting the thread of a control socket"))?;
         Ok((stop, thread))
     }
@@ -170,11 +168,8 @@ impl Drop for Control {
         self.directory.remove(&self.name);
         // The event counts to 2^64: a write of 1 cannot fail in a way that matters.
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
-        // The last user of a runtime may be the thread that answers for it.
-        if thread.thread().id() != std::thread::current().id() {
-            // One that panicked has already reported.
-            let _ = thread.join();
-        }
+        // One that panicked has already reported.
+        let _ = thread.join();
     }
 }
 
@@ -228,7 +223,7 @@ impl Visitor {
 /// Hears all visitors side by side: a question is read when all of it is there, so one who says nothing, or half, holds nobody
 /// up. When there is no place left the oldest makes room that has asked nothing yet, else one that was answered long ago; else
 /// who comes is sent away.
-fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inner>, heard: Heard) {
+fn serve(listener: &UnixListener, stop: &OwnedFd, swaps: &Weak<Swaps>, heard: Heard) {
     // Who spoke last comes last.
     let mut visitors: Vec<Visitor> = Vec::new();
     loop {
@@ -260,11 +255,7 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
                 }
                 There::Whole => {
                     let answered = Some(Instant::now());
-                    spoken.extend(answer(v.stream, runtime).map(|stream| Visitor {
-                        stream,
-                        half_since: None,
-                        answered,
-                    }));
+                    spoken.extend(answer(v.stream, swaps).map(|stream| Visitor { stream, half_since: None, answered }));
                 }
                 There::Gone => {}
             }
@@ -296,21 +287,21 @@ fn serve(listener: &UnixListener, stop: &OwnedFd, runtime: &Weak<crate::nrt::Inn
 
 /// Answers a question that is there as a whole; answers the visitor, unless it went, or a swap's thread speaks with it from here
 /// on.
-fn answer(stream: UnixStream, runtime: &Weak<crate::nrt::Inner>) -> Option<UnixStream> {
+fn answer(stream: UnixStream, swaps: &Weak<Swaps>) -> Option<UnixStream> {
     // What is there is not waited for, and an answer fits the buffer of one that has read those before.
     let now = Instant::now();
     let (question, mut fds) = message::receive_within::<Question>(&stream, MAX_QUESTION_BYTES, 1, now).ok()?;
-    let runtime = runtime.upgrade().map(Runtime)?;
+    let swaps = swaps.upgrade()?;
     let answer = match question {
-        Question::Status => Answer::Status(Swaps::status(&runtime)),
-        Question::Cancel => runtime.0.swaps.cancel().map_or_else(Answer::Refused, |()| Answer::Done),
+        Question::Status => Answer::Status(swaps.status()),
+        Question::Cancel => swaps.cancel().map_or_else(Answer::Refused, |()| Answer::Done),
         Question::Swap(request) => {
             let opened = match fds.pop() {
                 Some(fd) => Ballot::open(fd, request.id, request.pids.len()).map_err(|e| e.to_string()),
                 None => Err("its ballot did not come along".into()),
             };
             let to = stream.try_clone().ok()?;
-            match opened.and_then(|ballot| Swaps::begin(&runtime, request, ballot, to)) {
+            match opened.and_then(|ballot| swaps.begin(request, ballot, to)) {
                 Ok(()) => return None,
                 Err(why) => Answer::Refused(why),
             }
@@ -405,11 +396,12 @@ pub fn ask_on(stream: &UnixStream, question: &Question, fds: &[BorrowedFd<'_>]) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nrt::RuntimeConfig;
+    use crate::api::Runtime;
+    use crate::config::RuntimeConfig;
     use hw_bridge::os::credentials::as_user;
     use std::io::{Read, Write};
     use std::os::unix::fs::PermissionsExt;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
     /// Ones that say nothing, or half a question, keep nobody out and hold nobody up: who asks waits for an answer no longer than
     /// one of them would be waited for.
@@ -419,7 +411,7 @@ mod tests {
         let _ = std::fs::remove_file(&at);
         let runtime = Runtime::open(RuntimeConfig::default()).unwrap();
         let (stop, thread) =
-            Control::serve(UnixListener::bind(&at).unwrap(), &runtime, credentials::this_user).unwrap();
+            Control::serve(UnixListener::bind(&at).unwrap(), &runtime.0.swaps, credentials::this_user).unwrap();
         let visitor = || UnixStream::connect(&at).unwrap();
         let status = |stream: &UnixStream| {
             let answer = ask_on(stream, &Question::Status, &[]);
@@ -475,7 +467,8 @@ mod tests {
             let _ = std::fs::remove_file(&at);
             let listener = UnixListener::bind(&at).unwrap();
             std::fs::set_permissions(&at, std::fs::Permissions::from_mode(0o777)).unwrap();
-            let (stop, thread) = as_user(listens, || Control::serve(listener, &runtime, heard).unwrap()).unwrap();
+            let (stop, thread) =
+                as_user(listens, || Control::serve(listener, &runtime.0.swaps, heard).unwrap()).unwrap();
             let visit = |asks: bool| {
                 let visitor = UnixStream::connect(&at).unwrap();
                 if asks {
@@ -546,7 +539,7 @@ mod tests {
         let runtime = Runtime::open(RuntimeConfig { control: false, ..RuntimeConfig::default() }).unwrap();
         let places = [taken.clone(), taken.join("wccl")];
         let lines = Lines::default();
-        let started = || Control::start_in(&places, &runtime).unwrap();
+        let started = || Control::start_in(&places, &runtime.0.swaps).unwrap();
         assert!(tracing::subscriber::with_default(lines.clone(), started).is_none());
         let said = lines.0.lock().unwrap().clone();
         let has = |words: &[&str]| words.iter().all(|w| said.contains(w));
@@ -558,7 +551,7 @@ mod tests {
         runtime.unique_id(1).unwrap();
         // In a place that can be had there would be one.
         let place = taken.with_extension("free");
-        let control = Control::start_in(&[taken.clone(), place.clone()], &runtime).unwrap().unwrap();
+        let control = Control::start_in(&[taken.clone(), place.clone()], &runtime.0.swaps).unwrap().unwrap();
         assert_eq!(control.directory.sockets().unwrap(), [&*control.name]);
         drop(control);
         std::fs::remove_file(&taken).unwrap();

@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use hw_bridge::os::shown::one_line;
 
-use crate::nrt::groups::listed;
-use crate::nrt::groups::signature::SIGNATURE_BYTES;
+use crate::api::groups::listed;
+use crate::api::groups::signature::SIGNATURE_BYTES;
 use sandbox::limits::ID_BYTES;
 
 /// Bytes of a message up.

@@ -1,6 +1,10 @@
-//! The client's side: control calls go to the service, data moves in this process.
+//! A client of the service: control calls go to it, data moves in this process.
 //!
-//! When the service is gone, control calls say so; operations that need none go on, since the memory is mapped here.
+//! When the service is gone, control calls say so; operations that need none go on, since the memory is mapped here. What the two
+//! say to one another is in [`wire`].
+
+mod listener;
+pub(crate) mod wire;
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -23,11 +27,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
+use crate::client::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
 use crate::message::{self, MessageError};
-use crate::nrt::control::{Answer, Ask, Control, Joined, Joining, Patience};
-use crate::nrt::{Rendezvous, Runtime};
-use crate::serve::listener;
-use crate::serve::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
+use crate::plane::ask::{Answer, Ask, ControlPlane, Patience, Service};
+use crate::plane::here::Here;
+use crate::plane::host::Host;
+use crate::plane::join::{Joined, Joining, Rendezvous};
 use crate::turns::Turns;
 use hw_bridge::os::lock::lock;
 use sandbox::abort::AbortToken;
@@ -40,7 +45,7 @@ use sandbox::status::Status;
 
 /// The service, as a runtime knows it.
 #[derive(Debug)]
-pub(crate) struct Service {
+pub(crate) struct Client {
     welcome: Welcome,
     market: Option<Arc<Market>>,
     socket: PathBuf,
@@ -201,9 +206,9 @@ fn unexpected(socket: &Path, what: &str) -> Error {
     lost(socket, format!("it answered {what} with something else"))
 }
 
-impl Service {
+impl Client {
     /// Says hello to the service at `socket`.
-    pub(crate) fn open(socket: &Path) -> Result<Service, Error> {
+    pub(crate) fn open(socket: &Path) -> Result<Client, Error> {
         let calls = Arc::<AtomicU64>::default();
         let (line, welcome, fd) = Line::open(socket, calls.clone())?;
         let market = match (welcome.line, fd) {
@@ -211,7 +216,7 @@ impl Service {
             (Some(at), Some(fd)) => Some(Arc::new(Market::held_by_peer(fd, at).map_err(|e| lost(socket, e))?)),
             (Some(_), None) => return Err(unexpected(socket, "a greeting")),
         };
-        Ok(Service { welcome, market, socket: socket.into(), line: Mutex::new(line), calls })
+        Ok(Client { welcome, market, socket: socket.into(), line: Mutex::new(line), calls })
     }
 
     /// Where this process's tenant meets the others, if the service has them meet.
@@ -230,21 +235,22 @@ impl Service {
         Share { weight, bandwidth: bandwidth.map(Rate), proxy_slots, ..Share::default() }
     }
 
-    /// Where that tenant's processes may listen and whom they may reach for what a plugin says, by its policy.
-    pub(crate) fn network(&self) -> &Network {
-        &self.welcome.network
-    }
-
     /// Why its library did not load.
     pub(crate) fn sentinel(&self) -> Option<String> {
         self.welcome.sentinel.clone()
     }
+}
 
-    pub(crate) fn component_calls(&self) -> u64 {
+impl Service for Client {
+    fn component_calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn start_root(&self, nranks: i32, key: GroupKey) -> Result<Vec<u8>, Error> {
+    fn network(&self) -> &Network {
+        &self.welcome.network
+    }
+
+    fn start_root(&self, nranks: i32, key: GroupKey) -> Result<Vec<u8>, Error> {
         let request = Request::UniqueId { nranks, key };
         match lock(&self.line).request(&request, Patience::Usual, None, |_| Ok(()))?.0 {
             Reply::UniqueId(id) => Ok(id),
@@ -252,8 +258,7 @@ impl Service {
         }
     }
 
-    /// Has the service join for this process, and takes over the memory it grants.
-    pub(crate) fn join(&self, runtime: &Runtime, j: &Joining, abort: &AbortToken) -> Result<Joined, Error> {
+    fn join(&self, host: &Arc<Host>, j: &Joining, abort: &AbortToken) -> Result<Joined, Error> {
         let (mut line, ..) = Line::open(&self.socket, self.calls.clone())?;
         let mark = Mark::new()
             .map_err(|source| Error::System { what: "reading random bytes for a communicator".into(), source })?;
@@ -286,15 +291,15 @@ impl Service {
         let segment = |fd, len| Segment::adopt(fd, len).map_err(|e| lost(&self.socket, e));
         let own = ControlSegment::adopt(segment(a, control)?, rank as u32, nranks as u32, mark)
             .map_err(|e| lost(&self.socket, e))?;
-        let hbm = runtime.tenant().adopt_hbm(place.core, segment(b, hbm)?);
+        let hbm = host.tenant.adopt_hbm(place.core, segment(b, hbm)?);
         let cpus = std::thread::available_parallelism().map_or(1, |c| c.get());
         hw_bridge::os::fork::mark_process();
         let endpoint =
-            Endpoint::of(own, hbm, WaitPolicy::of(runtime.config().wait, nranks, cpus), runtime.tenant().share.clone());
-        let core = CommCore::new(comm, endpoint, abort.clone(), runtime.tenant().account(), None, j.key);
+            Endpoint::of(own, hbm, WaitPolicy::of(host.config.wait, nranks, cpus), host.tenant.share.clone());
+        let core = CommCore::new(comm, endpoint, abort.clone(), host.tenant.account(), None, j.key);
         links.into_iter().try_for_each(|l| link(&core, l))?;
         let served = Arc::new(Served::over(line, core.clone()));
-        Ok(Joined { control: Control::Served(served), core, info: *info, place })
+        Ok(Joined { control: served, core, info: *info, place })
     }
 }
 
@@ -314,8 +319,10 @@ impl Served {
     fn over(line: Line, core: Arc<CommCore>) -> Served {
         Served { socket: line.socket.clone(), longest: line.longest, line: Turns::new(line), core }
     }
+}
 
-    pub(crate) fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
+impl ControlPlane for Served {
+    fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         let begun = Instant::now();
         // One call at a time goes over it, and each may take as long as it says.
         let mut wait = Wait::until(patience.until().unwrap_or(begun + self.longest));
@@ -335,11 +342,15 @@ impl Served {
         }
     }
 
-    pub(crate) fn free(&self) -> Result<(), Error> {
+    fn free(&self) -> Result<(), Error> {
         // Closing the connection frees it too: a service that hangs does not hold this process up.
         let now = Instant::now();
         let Some(mut line) = self.line.enter(&mut Wait::until(now)) else { return Ok(()) };
         line.request(&Request::Free, Patience::Waits(now), None, |_| Ok(())).map(|_| ())
+    }
+
+    fn here(&self) -> Option<&Here> {
+        None
     }
 }
 
@@ -350,8 +361,9 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
-    use crate::nrt::RuntimeConfig;
-    use crate::nrt::plane::Seat;
+    use crate::api::Runtime;
+    use crate::config::RuntimeConfig;
+    use crate::plane::Seat;
     use hw_bridge::os::credentials::as_user;
 
     /// The service has much time for the other one.
@@ -361,9 +373,9 @@ mod tests {
         c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
         let runtime = Runtime::open(c).unwrap();
         let key = GroupKey::of_id(&sandbox::id::draw().unwrap(), 0);
-        let rendezvous = Rendezvous::Id(runtime.start_root(1, key).unwrap());
+        let rendezvous = Rendezvous::Id(runtime.host().start_root(1, key).unwrap());
         let joining = Joining { rendezvous, key, rank: 0, nranks: 1, on: None };
-        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let (seat, ..) = Seat::join(runtime.host(), &joining, &AbortToken::new().unwrap(), None).unwrap();
         // A service that does not answer.
         let (stream, mut mute) = UnixStream::pair().unwrap();
         let longest = Duration::from_secs(600);

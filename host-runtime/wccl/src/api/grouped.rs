@@ -13,10 +13,11 @@ use hw_bridge::call::{DataType, Op};
 use hw_bridge::exec::sequencer::{LocalMem, OpError, Sealed};
 use hw_bridge::memory::hbm::HbmBuf;
 
-use crate::nrt::collectives::{Engine, call};
-use crate::nrt::communicator::{Communicator, bad};
-use crate::nrt::streams::{Request, Stream};
-use crate::nrt::tensor::Tensor;
+use crate::api::collectives::{Engine, call};
+use crate::api::communicator::Communicator;
+use crate::api::streams::{Request, Stream};
+use crate::api::tensor::Tensor;
+use crate::plane::host::bad;
 use enc::{Call, Lists, Move};
 use sandbox::error::Error;
 use sandbox::limits::{GROUP_AT_ONCE, MAX_GROUP};

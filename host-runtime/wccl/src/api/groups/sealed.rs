@@ -15,7 +15,7 @@
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
-use crate::nrt::groups::verdict::Messages;
+use crate::api::groups::verdict::Messages;
 use sandbox::key::GroupKey;
 
 const ABOUT_BYTES: usize = 16;
@@ -96,8 +96,8 @@ impl<M: Messages> Messages for Sealed<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nrt::groups::signature::SIGNATURE_BYTES;
-    use crate::nrt::groups::verdict::{Refusal, agree};
+    use crate::api::groups::signature::SIGNATURE_BYTES;
+    use crate::api::groups::verdict::{Refusal, agree};
     use sandbox::key::Kind;
     use sandbox::limits::ID_BYTES;
     use std::sync::Mutex;

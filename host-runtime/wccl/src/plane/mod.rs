@@ -3,6 +3,19 @@
 //!
 //! Its users, communicator and streams, share a [`Seat`]. With the last of them the rank leaves: peers learn it at once, also
 //! while a swap still holds the plane; then the library gets its free call.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `ask` | the control calls as values, and who answers them |
+//! | `here` | an instance of this process, which does |
+//! | `join` | where a group meets, who joins, where that one runs |
+//! | `host` | what the planes of a runtime share |
+//! | `roster` | which planes there are, and the library before |
+//! | `doors` | what a swap holds shut |
+//! | `eras` | what is counted, by the plugin that served meanwhile |
+//! | `used` | ids that have served |
+//! | `info` | a plan, as it travels |
+//! | `dump` | flight records for people |
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,11 +26,12 @@ use hw_bridge::exec::sequencer::OpError;
 use hw_bridge::group::RankState;
 use hw_bridge::os::patience::{Wait, passed};
 
-use crate::nrt::communicator::bad;
-use crate::nrt::control::{Answer, Ask, Control, Here, Joined, Joining, Patience, Place};
-use crate::nrt::dump;
-use crate::nrt::runtime::Runtime;
-use crate::swap::doors::Inside;
+use crate::plane::ask::{Answer, Ask, ControlPlane, Patience};
+use crate::plane::doors::Inside;
+use crate::plane::here::Here;
+use crate::plane::host::{Host, bad};
+use crate::plane::join::{Joined, Joining, Place};
+use crate::plane::roster::Held;
 use crate::turns::Turns;
 use enc::table::Policy;
 use sandbox::abort::AbortToken;
@@ -27,7 +41,20 @@ use sandbox::lifecycle::Checkpoint;
 use sandbox::limits::FREE_PATIENCE;
 use sandbox::objects::{Client, CommCore};
 use sandbox::status::Status;
-use sandbox::store::{Instance, bounded};
+use sandbox::store::bounded;
+
+pub(crate) mod ask;
+pub(crate) mod doors;
+mod dump;
+pub(crate) mod eras;
+pub(crate) mod here;
+pub(crate) mod host;
+mod info;
+pub(crate) mod join;
+pub(crate) mod roster;
+#[cfg(test)]
+mod tests;
+mod used;
 
 /// A wait that has no end by its caller's word ends all the same.
 const ENDLESS: Duration = Duration::from_secs(365 * 86_400);
@@ -42,12 +69,12 @@ pub(crate) struct Plan {
 
 #[derive(Debug)]
 pub(crate) struct Plane {
-    pub(super) runtime: Runtime,
+    host: Arc<Host>,
     pub(crate) core: Arc<CommCore>,
     /// The core it runs on.
     logical_core: i32,
     /// Who answers its control calls.
-    control: RwLock<Control>,
+    control: RwLock<Arc<dyn ControlPlane>>,
     /// What the plugin last said of its plan, for an instance in the place of one that stopped.
     checkpoint: Turns<Option<Checkpoint>>,
     plan: RwLock<Arc<Plan>>,
@@ -75,20 +102,20 @@ impl Seat {
     /// The library's and the service's; [`Error::Frozen`]; [`Error::Group`] if a swap did not wait and put another library in
     /// the place of the one that joined, of which the peers read too.
     pub(crate) fn join<'a>(
-        runtime: &'a Runtime,
+        host: &'a Arc<Host>,
         joining: &Joining,
         abort: &AbortToken,
         client: Option<Client>,
     ) -> Result<(Arc<Seat>, Place, Inside<'a>), Error> {
         const ENTRY: &str = "neuronInitComm";
-        let (inner, patience) = (&runtime.0, runtime.0.tenant.limits.entry);
-        let inside = inner.doors.enter(ENTRY, patience)?;
-        let Joined { control, core, info, place } = match &inner.service {
-            Some(service) => service.join(runtime, joining, abort)?,
-            None => Here::join(runtime, joining, abort, client)?,
+        let patience = host.tenant.limits.entry;
+        let inside = host.doors.enter(ENTRY, patience)?;
+        let Joined { control, core, info, place } = match &host.service {
+            Some(service) => service.join(host, joining, abort)?,
+            None => Here::join(host, joining, abort, client)?,
         };
         let seat = Seat(Arc::new(Plane {
-            runtime: runtime.clone(),
+            host: host.clone(),
             core,
             logical_core: place.core,
             control: RwLock::new(control),
@@ -101,16 +128,16 @@ impl Seat {
             left: AtomicBool::new(false),
         }));
         // A swap that goes on without this call has listed the planes to move.
-        inner.doors.settle(ENTRY, patience, || seat.register())??;
+        host.doors.settle(ENTRY, patience, || seat.register())??;
         Ok((Arc::new(seat), place, inside))
     }
 
     /// Has the swaps to come know it.
     fn register(&self) -> Result<(), Error> {
-        let Plane { runtime, core, .. } = &**self;
-        if let Control::Here(here) = self.who() {
+        let Plane { host, core, .. } = &**self;
+        if let Some(here) = self.who().here() {
             let joined = here.instance.library();
-            if !runtime.0.forward.loaded().is_ok_and(|now| Arc::ptr_eq(&now.library, joined)) {
+            if !host.forward.loaded().is_ok_and(|now| Arc::ptr_eq(&now.library, joined)) {
                 let what = format!(
                     "rank {} made no communicator: a hot swap (--force) has replaced plugin {}, with which it joined; all \
                      ranks are to join again",
@@ -120,7 +147,7 @@ impl Seat {
                 return Err(Error::Group { what, status: Status::FAILURE });
             }
         }
-        runtime.0.swaps.register(&self.0);
+        host.roster.register(&self.0);
         Ok(())
     }
 }
@@ -134,7 +161,7 @@ impl Deref for Seat {
 }
 
 impl Plane {
-    fn who(&self) -> Control {
+    fn who(&self) -> Arc<dyn ControlPlane> {
         self.control.read().unwrap_or_else(|p| p.into_inner()).clone()
     }
 
@@ -142,10 +169,10 @@ impl Plane {
     ///
     /// # Errors
     /// [`Error::Usage`] if it is in another process.
-    pub(crate) fn control(&self) -> Result<(Arc<Instance>, u32), Error> {
-        match self.who() {
-            Control::Here(here) => Ok((here.instance, here.handle)),
-            Control::Served(_) => Err(Error::Usage("the library of this communicator is the service's".into())),
+    pub(crate) fn control(&self) -> Result<Held, Error> {
+        match self.who().here() {
+            Some(here) => Ok((here.instance.clone(), here.handle)),
+            None => Err(Error::Usage("the library of this communicator is the service's".into())),
         }
     }
 
@@ -184,13 +211,13 @@ impl Plane {
     pub(crate) fn digest(&self, plan: &Plan) -> u32 {
         let ranks = plan.rings.iter().flat_map(|r| r.iter().map(|r| *r as u32 + 1).chain([0]));
         // Ranks with different choice tables would not agree later on: they notice at once too.
-        let table = self.runtime.0.config.table.as_ref().map_or(0, |t| t.digest());
+        let table = self.host.config.table.as_ref().map_or(0, |t| t.digest());
         ranks.fold(0x811c_9dc5u32 ^ table, |d, r| (d ^ r).wrapping_mul(16_777_619))
     }
 
-    pub(crate) fn set_control(&self, instance: Arc<Instance>, handle: u32) {
-        let here = Here { runtime: self.runtime.clone(), instance, handle };
-        *self.control.write().unwrap_or_else(|p| p.into_inner()) = Control::Here(here);
+    pub(crate) fn set_control(&self, (instance, handle): Held) {
+        let here = Here { host: self.host.clone(), instance, handle };
+        *self.control.write().unwrap_or_else(|p| p.into_inner()) = Arc::new(here);
     }
 
     /// Passes the doors for a call with this patience: no swap comes until what is answered is dropped.
@@ -198,9 +225,8 @@ impl Plane {
     /// # Errors
     /// [`Error::Frozen`].
     pub(crate) fn enter(&self, entry: &'static str, patience: Patience) -> Result<Inside<'_>, Error> {
-        let inner = &self.runtime.0;
         let most = patience.until().map_or(Duration::MAX, |until| until.saturating_duration_since(Instant::now()));
-        inner.doors.enter(entry, most.min(inner.tenant.limits.entry))
+        self.host.doors.enter(entry, most.min(self.host.tenant.limits.entry))
     }
 
     /// Makes a control call.
@@ -209,7 +235,7 @@ impl Plane {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
         // Which is no call.
-        if let (Ask::Stopped, Control::Here(here)) = (&ask, self.who()) {
+        if let (Ask::Stopped, Some(here)) = (&ask, self.who().here()) {
             return here.ask(ask, patience);
         }
         const ENTRY: &str = "an entry of the library";
@@ -217,7 +243,7 @@ impl Plane {
         let _inside = self.enter(ENTRY, patience)?;
         let serves = self.serving(ENTRY, patience.until(), begun)?;
         let answer = serves.ask(ask, patience.resumed(begun));
-        self.core.endpoint.control().set_component_calls(self.runtime.component_calls());
+        self.core.endpoint.control().set_component_calls(self.host.component_calls());
         answer
     }
 
@@ -225,44 +251,42 @@ impl Plane {
     /// replaced by a new one with the plan of the last checkpoint, or without if the checkpoint is what stopped it, as often as
     /// the tenant's limits allow; of a plugin without checkpoints it stays, and answers what stopped it. Bootstrap connections
     /// ended with the old one.
-    fn serving(&self, entry: &'static str, until: Option<Instant>, begun: Instant) -> Result<Control, Error> {
-        let has_stopped = |who: &Control| matches!(who, Control::Here(here) if here.instance.stopped().is_some());
+    fn serving(
+        &self,
+        entry: &'static str,
+        until: Option<Instant>,
+        begun: Instant,
+    ) -> Result<Arc<dyn ControlPlane>, Error> {
+        let stopped = |who: &Arc<dyn ControlPlane>| who.here().filter(|h| h.instance.stopped().is_some()).cloned();
         let who = self.who();
         // One that stops in its probation gives way to the plugin before.
-        if !has_stopped(&who) || self.runtime.0.swaps.on_probation() {
-            return Ok(who);
-        }
-        let Control::Here(old) = &who else { return Ok(who) };
+        let Some(old) = stopped(&who).filter(|_| self.host.roster.probation().is_none()) else { return Ok(who) };
         // One at a time: who waited finds the new one.
-        let longest = self.runtime.0.tenant.limits.entry;
+        let longest = self.host.tenant.limits.entry;
         let mut wait = Wait::until(until.into_iter().fold(begun + longest, Instant::min)).since(begun);
-        let late = || old.instance.late(entry, begun);
-        let checkpoint = self.checkpoint.enter(&mut wait).ok_or_else(late)?;
+        let checkpoint = self.checkpoint.enter(&mut wait).ok_or_else(|| old.instance.late(entry, begun))?;
         let who = self.who();
-        let (Some(checkpoint), Control::Here(here), true) = (&*checkpoint, &who, has_stopped(&who)) else {
-            return Ok(who);
-        };
-        let (instance, handle) = checkpoint.restore(&here.instance, &self.core, entry, until, begun)?;
-        let made = Control::Here(Here { runtime: self.runtime.clone(), instance, handle });
+        let (Some(checkpoint), Some(old)) = (&*checkpoint, stopped(&who)) else { return Ok(who) };
+        let (instance, handle) = checkpoint.restore(&old.instance, &self.core, entry, until, begun)?;
         let mut control = self.control.write().unwrap_or_else(|p| p.into_inner());
         // A swap that did not wait for this call has put another one there.
-        if matches!(&*control, Control::Here(now) if Arc::ptr_eq(&now.instance, &here.instance)) {
-            *control = made;
+        if control.here().is_some_and(|now| Arc::ptr_eq(&now.instance, &old.instance)) {
+            *control = Arc::new(Here { host: self.host.clone(), instance, handle });
         }
         Ok(control.clone())
     }
 
     /// Keeps the plan that the plugin has now, if it hands it out, until `until` at the latest. A service does so by itself.
     pub(crate) fn keep_checkpoint(&self, until: Option<Instant>) {
-        while let Control::Here(here) = self.who() {
+        while let Some(here) = self.who().here() {
             // Whoever restores one has it; what that one keeps is as good.
             let Some(mut kept) = self.checkpoint.enter(&mut Wait::until(Instant::now())) else { return };
             *kept = Checkpoint::take((&*here.instance, here.handle), until).unwrap_or_else(|(why, without)| {
-                let (tenant, comm) = (&self.runtime.0.tenant, self.core.id);
+                let (tenant, comm) = (&self.host.tenant, self.core.id);
                 if tenant.may_log() {
                     tracing::warn!(tenant = %tenant.name, comm, "no plan is kept for a restart of the plugin: {why}");
                 }
-                self.runtime.0.swaps.lost_checkpoint();
+                self.host.roster.lost_checkpoint();
                 without
             });
             drop(kept);
@@ -274,7 +298,7 @@ impl Plane {
     }
 
     /// Gathers one block of every rank over the bootstrap.
-    pub(super) fn all_gather(&self, block: &[u8], patience: Patience) -> Result<Vec<u8>, Error> {
+    pub(crate) fn all_gather(&self, block: &[u8], patience: Patience) -> Result<Vec<u8>, Error> {
         match self.ask(Ask::AllGather { block: block.to_vec() }, patience)? {
             Answer::Bytes(all) => Ok(all),
             other => Err(other.unexpected("gathered blocks")),
@@ -283,18 +307,18 @@ impl Plane {
 
     /// Leaves the flight records of the first failure that broke the communicator where the user wants them.
     #[cold]
-    pub(super) fn dump_once(&self, error: &OpError) {
+    pub(crate) fn dump_once(&self, error: &OpError) {
         let refused = matches!(
             error,
             OpError::Buffer { .. } | OpError::Memory { .. } | OpError::WrongCore { .. } | OpError::Forked { .. }
         );
         if !refused && !self.dumped.swap(true, Ordering::AcqRel) {
-            dump::write(&self.core, self.runtime.0.config.flight_dir.as_deref(), error);
+            dump::write(&self.core, self.host.config.flight_dir.as_deref(), error);
         }
     }
 
     /// Has the library connect every pair, once, within the deadline of the operation `what` that needs it.
-    pub(super) fn expand_connectivity(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
+    pub(crate) fn expand_connectivity(&self, what: &'static str, timeout: Duration) -> Result<(), Error> {
         // A deadline beyond what the clock can say is none. It runs while another stream connects as well.
         let since = Instant::now();
         let until = since.checked_add(timeout);
@@ -302,7 +326,7 @@ impl Plane {
             return Ok(self.core.endpoint.usable()?);
         }
         // Before its turn: a swap waits for who is inside, and who is inside may wait for his turn.
-        let _inside = self.runtime.0.doors.enter(what, timeout)?;
+        let _inside = self.host.doors.enter(what, timeout)?;
         let mut wait = Wait::until(until.unwrap_or(since + ENDLESS)).since(since);
         let Some(_turn) = self.expanding.enter(&mut wait) else {
             let busy = "another stream of this rank is still connecting them".to_string();
@@ -356,17 +380,17 @@ impl Plane {
     ///
     /// # Errors
     /// [`Error::Group`].
-    pub(super) fn check_members(&self) -> Result<(), Error> {
+    pub(crate) fn check_members(&self) -> Result<(), Error> {
         let (core, endpoint) = (&self.core, &self.core.endpoint);
         // Its peers are clients of this service too.
         if core.is_clients() {
             return Ok(());
         }
-        let Some((left, (peer, pid))) = self.runtime.0.swaps.outsider(endpoint.peer_pids()) else { return Ok(()) };
+        let Some((left, (peer, pid))) = self.host.roster.outsider(endpoint.peer_pids()) else { return Ok(()) };
         let what = format!(
             "rank {} made no communicator with rank {peer}: its process (pid {pid}) took no part in the hot swap of tenant {} that is \
              in probation for another {left:?}, and could not go back with the others; join again after that",
-            core.rank, self.runtime.0.tenant.name
+            core.rank, self.host.tenant.name
         );
         endpoint.fail(&what);
         Err(Error::Group { what, status: Status::FAILURE })
@@ -374,12 +398,12 @@ impl Plane {
 
     /// Settles whether the ranks read one another's private memory: only if each can read all others and is allowed to. Every
     /// rank calls it, at the same point, when it is linked to all.
-    pub(super) fn agree_on_direct(&self, patience: Patience) -> Result<(), Error> {
+    pub(crate) fn agree_on_direct(&self, patience: Patience) -> Result<(), Error> {
         let (rank, n) = (self.core.rank, self.core.nranks);
         if n == 1 || self.direct.get().is_some() {
             return Ok(());
         }
-        let allowed = if self.runtime.0.config.direct { Ok(()) } else { Err("it is switched off here".to_string()) };
+        let allowed = if self.host.config.direct { Ok(()) } else { Err("it is switched off here".to_string()) };
         let can = allowed.and_then(|()| self.core.endpoint.reads_private());
         if let Err(why) = &can {
             tracing::info!("private memory is staged in communicator {}: rank {rank} says: {why}", self.core.id);
@@ -392,12 +416,12 @@ impl Plane {
     }
 
     /// What the choice of algorithms goes by.
-    pub(super) fn policy(&self) -> Policy<'_> {
-        Policy { direct: self.direct.get() == Some(&true), ..self.runtime.0.config.policy() }
+    pub(crate) fn policy(&self) -> Policy<'_> {
+        Policy { direct: self.direct.get() == Some(&true), ..self.host.config.policy() }
     }
 
     /// Whether linking the ring neighbours links all: with three ranks everybody is one.
-    pub(super) fn linked_by_rings(&self) -> bool {
+    pub(crate) fn linked_by_rings(&self) -> bool {
         self.core.nranks <= 3
     }
 
@@ -419,9 +443,9 @@ impl Drop for Seat {
         let plane = &self.0;
         plane.left.store(true, Ordering::Release);
         plane.core.endpoint.close();
-        plane.runtime.0.swaps.leave(plane.core.id);
-        let doors = &plane.runtime.0.doors;
-        let inside = doors.enter("neuronFreeComm", plane.runtime.0.tenant.limits.entry);
+        plane.host.roster.leave(plane.core.id);
+        let doors = &plane.host.doors;
+        let inside = doors.enter("neuronFreeComm", plane.host.tenant.limits.entry);
         // A plugin that does not come back from it is stopped.
         let until = Instant::now().checked_add(FREE_PATIENCE);
         if let Err(e) = inside.and_then(|_inside| bounded(until, || plane.who().free())) {
@@ -457,205 +481,4 @@ fn check_rings(info: &CommInfo, rank: usize, n: usize) -> Result<Vec<Vec<usize>>
         rings.push(order[zero..].iter().chain(&order[..zero]).copied().collect());
     }
     Ok(rings)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Barrier;
-
-    use super::*;
-    use crate::nrt::{Rendezvous, RuntimeConfig};
-    use crate::swap::Swaps;
-    use sandbox::key::GroupKey;
-
-    /// A group of one rank.
-    fn group_of_one(runtime: &Runtime) -> Joining {
-        // A key, as an id, is of one group.
-        let key = GroupKey::of_id(&sandbox::id::draw().unwrap(), 0);
-        Joining { rendezvous: Rendezvous::Id(runtime.start_root(1, key).unwrap()), key, rank: 0, nranks: 1, on: None }
-    }
-
-    /// A runtime with the plugin that `cargo xtask guests` builds, and a group of one rank.
-    fn alone() -> (Runtime, Joining) {
-        let mut c = RuntimeConfig { control: false, hbm_bytes: 1 << 20, ..RuntimeConfig::default() };
-        c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
-        c.limits.entry = Duration::from_secs(20);
-        let runtime = Runtime::open(c).unwrap();
-        let joining = group_of_one(&runtime);
-        (runtime, joining)
-    }
-
-    #[test]
-    fn a_call_waits_at_shut_doors_no_longer_than_its_deadline() {
-        let (runtime, joining) = alone();
-        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
-        let _shut = runtime.0.doors.shut(Instant::now() + FREE_PATIENCE, false).unwrap();
-        for patience in [Patience::Waits, Patience::Operation] {
-            match seat.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))).unwrap_err() {
-                Error::Frozen { waited, .. } => assert!(waited < runtime.0.tenant.limits.entry, "{waited:?}"),
-                e => panic!("{e}"),
-            }
-        }
-    }
-
-    /// Nor does it wait longer for another call, or change what that one waits for.
-    #[test]
-    fn a_call_waits_behind_another_no_longer_than_its_deadline() {
-        let (runtime, joining) = alone();
-        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
-        let (instance, _) = seat.control().unwrap();
-        let (inside, entered) = std::sync::mpsc::channel();
-        let (done, asked) = std::sync::mpsc::channel::<()>();
-        std::thread::scope(|s| {
-            s.spawn(|| {
-                let waits = move |_: &mut _, _| {
-                    inside.send(()).unwrap();
-                    // It ends all the same if it is waited for.
-                    let _ = asked.recv_timeout(Duration::from_secs(10));
-                    Ok(())
-                };
-                instance.with("slow", waits).unwrap();
-            });
-            entered.recv().unwrap();
-            for patience in [Patience::Waits, Patience::Operation] {
-                match seat.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))) {
-                    Err(Error::Busy { inside: "slow", .. }) => {}
-                    other => panic!("{other:?}"),
-                }
-            }
-            let _ = done.send(());
-        });
-        seat.ask(Ask::Info, Patience::Usual).unwrap();
-    }
-
-    /// Stops the instance as a trap would.
-    fn stop(seat: &Seat) {
-        let (instance, _) = seat.control().unwrap();
-        instance.with("trap", |_, _| Err::<(), _>(std::io::Error::other("a trap").into())).unwrap_err();
-    }
-
-    /// Neither for the restart itself, nor for another caller's.
-    #[test]
-    fn a_call_waits_for_a_restart_no_longer_than_its_deadline() {
-        let (runtime, joining) = alone();
-        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
-        seat.keep_checkpoint(None);
-        stop(&seat);
-        std::thread::sleep(runtime.0.tenant.limits.restart_pause);
-        let late = |patience: Patience| match seat.ask(Ask::Info, patience) {
-            Err(Error::Busy { inside: "restart", .. }) => {}
-            other => panic!("{other:?}"),
-        };
-        let restarts = || runtime.0.tenant.supervisor.standing()[0].restarts;
-        // Which is the deadline that has passed before it begins.
-        late(Patience::Operation(Instant::now()));
-        assert_eq!(restarts(), 0);
-        let restarting = seat.checkpoint.enter(&mut Wait::until(Instant::now())).unwrap();
-        for patience in [Patience::Waits, Patience::Operation] {
-            late(patience(Instant::now() + Duration::from_millis(20)));
-        }
-        drop(restarting);
-        seat.ask(Ask::Info, Patience::Operation(Instant::now() + FREE_PATIENCE)).unwrap();
-        assert_eq!(restarts(), 1);
-    }
-
-    /// Nor for another stream, which has more time.
-    #[test]
-    fn an_operation_waits_for_who_connects_no_longer_than_its_deadline() {
-        let (runtime, joining) = alone();
-        let (seat, ..) = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
-        let connecting = seat.expanding.enter(&mut Wait::until(Instant::now())).unwrap();
-        let e = seat.expand_connectivity("barrier", Duration::from_millis(20)).unwrap_err();
-        assert!(matches!(e, Error::Connecting { own: true, .. }), "{e}");
-        assert!(e.to_string().ends_with("another stream of this rank is still connecting them"), "{e}");
-        drop(connecting);
-        seat.expand_connectivity("barrier", Duration::from_secs(20)).unwrap();
-    }
-
-    /// A swap that does not wait for a rank that joins leaves no communicator of the library before.
-    #[test]
-    fn who_joined_with_a_library_that_was_replaced_meanwhile_has_no_communicator() {
-        let (runtime, joining) = alone();
-        let (doors, both) = (&runtime.0.doors, Barrier::new(2));
-        std::thread::scope(|s| {
-            let joins = s.spawn(|| {
-                let _inside = doors.enter("a call", Duration::ZERO).unwrap();
-                both.wait();
-                both.wait();
-                Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).map(|_| ())
-            });
-            both.wait();
-            let shut = doors.shut(Instant::now(), true).unwrap();
-            both.wait();
-            while runtime.tenant().communicators() == 0 && !joins.is_finished() {
-                std::thread::yield_now();
-            }
-            let plugin = runtime.config().plugin.clone().unwrap();
-            let source = sandbox::entries::read(runtime.tenant(), &plugin).unwrap();
-            let new = sandbox::entries::load(runtime.tenant(), &source, &[]).unwrap();
-            runtime.0.forward.replace(new).unwrap();
-            drop(shut);
-            let e = joins.join().unwrap().unwrap_err().to_string();
-            assert!(e.contains("has replaced plugin nccom.wasm") && e.contains("are to join again"), "{e}");
-        });
-        assert!(Swaps::status(&runtime).ranks.is_empty());
-        // Who joins again has one.
-        let joining = group_of_one(&runtime);
-        let _made = Seat::join(&runtime, &joining, &AbortToken::new().unwrap(), None).unwrap();
-        assert_eq!(Swaps::status(&runtime).ranks, [(0, 1)]);
-    }
-
-    /// What a plugin plans is an allegation: a ring that no walk round all ranks goes by is refused before anything is moved.
-    #[test]
-    fn a_plan_that_is_no_ring_of_all_ranks_is_refused() {
-        use sandbox::bindings::exports::neuron::nccom::collectives::RingInfo;
-        let planned = |prev: i32, next: i32, user_ranks: &[i32]| {
-            let ring = RingInfo { prev, next, user_ranks: user_ranks.to_vec(), duplicate: false };
-            check_rings(&info_with(vec![ring]), 1, 4)
-        };
-        assert_eq!(planned(3, 2, &[1, 2, 0, 3]).unwrap(), [[0, 3, 1, 2]]);
-        let not_each_once = "is not every rank of 4 once";
-        let wrong_neighbours = "do not fit [1, 2, 0, 3]";
-        for (what, ring, says) in [
-            ("a rank twice", planned(3, 2, &[1, 2, 2, 3]), not_each_once),
-            ("one rank twice beside all others", planned(3, 2, &[1, 2, 0, 2, 3]), not_each_once),
-            ("one missing", planned(3, 2, &[1, 2, 3]), not_each_once),
-            ("no rank at all", planned(1, 1, &[]), not_each_once),
-            ("a rank that is none", planned(4, 2, &[1, 2, 0, 4]), not_each_once),
-            ("a negative one beside all others", planned(3, 2, &[1, 2, -1, 0, 3]), not_each_once),
-            ("another rank first", planned(0, 1, &[2, 1, 3, 0]), "does not begin with this rank"),
-            ("another one before", planned(0, 2, &[1, 2, 0, 3]), wrong_neighbours),
-            ("another one after", planned(3, 0, &[1, 2, 0, 3]), wrong_neighbours),
-        ] {
-            let e = ring.expect_err(what).to_string();
-            assert!(e.contains("planned ring 0 of rank 1 wrongly") && e.contains(says), "{what}: {e}");
-        }
-        // A good one before does not help a bad one.
-        let good = RingInfo { prev: 0, next: 0, user_ranks: vec![0], duplicate: false };
-        let bad = RingInfo { prev: 1, ..good.clone() };
-        let e = check_rings(&info_with(vec![good, bad]), 0, 1).unwrap_err().to_string();
-        assert!(e.contains("planned ring 1 of rank 0 wrongly"), "{e}");
-    }
-
-    fn info_with(rings: Vec<sandbox::bindings::exports::neuron::nccom::collectives::RingInfo>) -> CommInfo {
-        CommInfo {
-            cluster_id: 0,
-            epoch: 0,
-            neuron_dev: 0,
-            rank: 0,
-            rank_n: 0,
-            local_rank_n: 0,
-            node: 0,
-            node_n: 0,
-            enable_pod: false,
-            pod: 0,
-            pod_n: 0,
-            pod_node: 0,
-            pod_node_n: 0,
-            peers: Vec::new(),
-            rings,
-            kangaring_paths: Vec::new(),
-            mla_cycles: Vec::new(),
-        }
-    }
 }

@@ -21,6 +21,8 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
+use crate::swap::control::{is_gone, process_of};
+
 /// What the name of a socket begins with that does not listen yet. No tenant's tag does.
 const UNDER_WAY: char = '+';
 /// How often a socket is bound again whose file has gone: a process of another PID namespace took it for a dead one's.
@@ -137,7 +139,7 @@ impl Directory {
         let mut names = Vec::new();
         for entry in std::fs::read_dir(self.at("."))? {
             let Ok(name) = entry?.file_name().into_string() else { continue };
-            if !crate::control::process_of(name.trim_start_matches(UNDER_WAY)).is_some_and(crate::control::is_gone) {
+            if !process_of(name.trim_start_matches(UNDER_WAY)).is_some_and(is_gone) {
                 names.extend((!name.starts_with(UNDER_WAY)).then_some(name));
                 continue;
             }

@@ -15,9 +15,10 @@ use std::time::Duration;
 
 use hw_bridge::call::{DataType, Op, ReduceOp};
 
-use crate::nrt::collectives::{Engine, OwnedReduction, Peers, call};
-use crate::nrt::communicator::{Within, bad};
-use crate::nrt::tensor::{Io, Tensor};
+use crate::api::collectives::{Engine, OwnedReduction, Peers, call};
+use crate::api::communicator::Within;
+use crate::api::tensor::{Io, Tensor};
+use crate::plane::host::bad;
 use enc::Call;
 use sandbox::error::Error;
 use sandbox::objects::CommCore;
@@ -162,7 +163,7 @@ impl Stream {
     }
 
     /// The stream with another deadline, for one call: `stream.within(deadline).barrier()`. As
-    /// [`crate::nrt::Communicator::within`].
+    /// [`crate::Communicator::within`].
     pub fn within(&mut self, timeout: Duration) -> Within<'_, Stream> {
         Within::new(self, self.timeout, timeout, Stream::set_timeout)
     }
@@ -195,7 +196,7 @@ impl Stream {
         self.issue(call.op, b, move |engine, b| engine.collective(b.io(), scale, call))
     }
 
-    /// As [`crate::nrt::Communicator::all_reduce`], in the background.
+    /// As [`crate::Communicator::all_reduce`], in the background.
     ///
     /// # Errors
     /// [`Error::Usage`] if the stream has ended, [`Error::Forked`]; whatever else is wrong comes with the request.
@@ -203,7 +204,7 @@ impl Stream {
         self.collective(b, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::all_gather`], in the background.
+    /// As [`crate::Communicator::all_gather`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -211,7 +212,7 @@ impl Stream {
         self.collective(b, None, call(Op::AllGather, dtype, count))
     }
 
-    /// As [`crate::nrt::Communicator::reduce_scatter`], in the background.
+    /// As [`crate::Communicator::reduce_scatter`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -219,7 +220,7 @@ impl Stream {
         self.collective(b, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::broadcast`], in the background.
+    /// As [`crate::Communicator::broadcast`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -227,7 +228,7 @@ impl Stream {
         self.collective(b, None, Call { root, ..call(Op::Broadcast, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::reduce`], in the background.
+    /// As [`crate::Communicator::reduce`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -242,7 +243,7 @@ impl Stream {
         self.collective(b, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::all_to_all`], in the background.
+    /// As [`crate::Communicator::all_to_all`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -250,7 +251,7 @@ impl Stream {
         self.collective(b, None, call(Op::AllToAll, dtype, count))
     }
 
-    /// As [`crate::nrt::Communicator::send_recv`], in the background.
+    /// As [`crate::Communicator::send_recv`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -258,7 +259,7 @@ impl Stream {
         self.collective(b, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::barrier`], in the background: done when all ranks' streams have come to it.
+    /// As [`crate::Communicator::barrier`], in the background: done when all ranks' streams have come to it.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -266,7 +267,7 @@ impl Stream {
         self.collective(Buffers::none(), None, call(Op::Barrier, DataType::Uint8, 0))
     }
 
-    /// As [`crate::nrt::Communicator::gather`], in the background.
+    /// As [`crate::Communicator::gather`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -274,7 +275,7 @@ impl Stream {
         self.collective(b, None, Call { root, ..call(Op::Gather, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::scatter`], in the background.
+    /// As [`crate::Communicator::scatter`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -282,7 +283,7 @@ impl Stream {
         self.collective(b, None, Call { root, ..call(Op::Scatter, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::all_gather_v`], in the background.
+    /// As [`crate::Communicator::all_gather_v`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -290,7 +291,7 @@ impl Stream {
         self.counted(b, counts, call(Op::AllGatherV, dtype, 0))
     }
 
-    /// As [`crate::nrt::Communicator::reduce_scatter_v`], in the background.
+    /// As [`crate::Communicator::reduce_scatter_v`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -309,7 +310,7 @@ impl Stream {
         self.issue(call.op, b, move |engine, b| engine.counted(b.io(), call, &counts))
     }
 
-    /// As [`crate::nrt::Communicator::all_to_all_v`], in the background.
+    /// As [`crate::Communicator::all_to_all_v`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -318,7 +319,7 @@ impl Stream {
         self.issue(Op::AllToAllV, b, move |engine, b| engine.all_to_all_v(b.io(), &send, &recv, dtype))
     }
 
-    /// As [`crate::nrt::Communicator::permute`], in the background.
+    /// As [`crate::Communicator::permute`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -333,7 +334,7 @@ impl Stream {
         self.issue(call.op, b, move |engine, b| engine.permute(b.io(), call, &pairs))
     }
 
-    /// As [`crate::nrt::Communicator::all_reduce_many`], in the background.
+    /// As [`crate::Communicator::all_reduce_many`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -346,7 +347,7 @@ impl Stream {
         self.issue(Op::AllReduce, items, move |engine, items| engine.all_reduce_many(items, dtype, op))
     }
 
-    /// As [`crate::nrt::Communicator::all_reduce_scaled`], in the background.
+    /// As [`crate::Communicator::all_reduce_scaled`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -355,7 +356,7 @@ impl Stream {
         self.collective(b, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::reduce_scatter_scaled`], in the background.
+    /// As [`crate::Communicator::reduce_scatter_scaled`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].
@@ -370,7 +371,7 @@ impl Stream {
         self.collective(b, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
     }
 
-    /// As [`crate::nrt::Communicator::reduce_scaled`], in the background.
+    /// As [`crate::Communicator::reduce_scaled`], in the background.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`].

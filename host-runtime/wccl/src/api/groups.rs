@@ -36,7 +36,9 @@ use verdict::{Messages, Refusal, agree, patience};
 pub use pool::PooledComm;
 pub use signature::{Program, ProgramOp, SEND, SIGNATURE_BYTES, Signature};
 
-use crate::nrt::communicator::{CommOptions, Communicator, Rendezvous, bad};
+use crate::api::communicator::{CommOptions, Communicator};
+use crate::plane::host::bad;
+use crate::plane::join::Rendezvous;
 use hw_bridge::os::lock::lock;
 use sandbox::error::Error;
 use sandbox::key::{GroupKey, Kind};
@@ -247,7 +249,7 @@ impl Messages for Bootstrap<'_> {
     fn send(&mut self, to: usize, data: &[u8]) -> Result<(), String> {
         // One that lives takes a message at once; nobody else may miss his for one that does not.
         let begun = self.begun + stopped_since(self.begun);
-        let until = (begun + self.comm.runtime().socket_timeout()).max(Instant::now() + REACHED);
+        let until = (begun + self.comm.runtime().config().socket_timeout()).max(Instant::now() + REACHED);
         self.comm.bootstrap_send_until(self.members[to] as i32, data, until).map_err(|e| {
             self.lost = true;
             self.about(to, &e)
@@ -256,7 +258,7 @@ impl Messages for Bootstrap<'_> {
 
     fn recv(&mut self, from: usize, bytes: usize, rounds: u32) -> Result<Vec<u8>, String> {
         loop {
-            let until = self.begun + patience(self.comm.runtime().socket_timeout(), rounds);
+            let until = self.begun + patience(self.comm.runtime().config().socket_timeout(), rounds);
             let by = until + stopped_since(self.begun);
             match self.comm.bootstrap_recv_until(self.members[from] as i32, bytes as u64, by) {
                 Ok(got) => return Ok(got),
@@ -454,7 +456,7 @@ impl Communicator {
             // A group of one has nobody to ask.
             None => {
                 let key = lock(&self.groups.state).next_key(of, Kind::Shrink, &members);
-                let id = self.runtime().start_root(1, key)?;
+                let id = self.runtime().host().start_root(1, key)?;
                 self.join(&purpose, id, key, graph)
             }
         }
@@ -487,7 +489,7 @@ impl Communicator {
         messages: &mut impl Messages,
     ) -> Result<[u8; ID_BYTES], Error> {
         let (r, n) = (self.position(purpose.members)?, purpose.members.len());
-        let id = || self.runtime().start_root(n, key).map_err(|e| e.to_string());
+        let id = || self.runtime().host().start_root(n, key).map_err(|e| e.to_string());
         agree(messages, r, n, purpose.signature.bytes(), id).map_err(|why| purpose.refused(self.rank(), why))
     }
 

@@ -34,7 +34,7 @@
 //!
 //! Threads: the caller's.
 //!
-//! [`shrink`]: crate::nrt::Communicator::shrink
+//! [`shrink`]: crate::Communicator::shrink
 
 use std::collections::{HashMap, HashSet};
 use std::io::{ErrorKind, Read, Write};
@@ -47,9 +47,11 @@ use hw_bridge::os::patience::{Wait, passed};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use sha2::Sha256;
 
-use crate::nrt::communicator::{Communicator, Rendezvous, bad};
-use crate::nrt::groups::signature::SIGNATURE_BYTES;
-use crate::nrt::groups::verdict::{DOWN_BYTES, Messages, patience};
+use crate::api::communicator::Communicator;
+use crate::api::groups::signature::SIGNATURE_BYTES;
+use crate::api::groups::verdict::{DOWN_BYTES, Messages, patience};
+use crate::plane::host::bad;
+use crate::plane::join::Rendezvous;
 use sandbox::error::Error;
 use sandbox::imports::own;
 use sandbox::imports::sockets::{bind, bound_buffers, decode, encode};
@@ -85,7 +87,7 @@ const WATCH: u8 = 1;
 
 /// One rank's meeting place, and those of the others.
 #[derive(Debug)]
-pub(in crate::nrt) struct Beacon {
+pub(in crate::api) struct Beacon {
     rank: usize,
     listener: TcpListener,
     addresses: Vec<SocketAddr>,
@@ -198,8 +200,8 @@ impl Beacon {
     /// # Errors
     /// [`Error::System`] if no socket can be had, those of the bootstrap's all-gather, [`Error::Usage`] if the library
     /// answers addresses that cannot be, [`Error::Limit`] if the policy grants one of them not.
-    pub(in crate::nrt) fn open(comm: &Communicator, at: &Rendezvous) -> Result<Beacon, Error> {
-        let (tenant, network, rank) = (comm.runtime().tenant(), comm.runtime().network(), comm.rank());
+    pub(in crate::api) fn open(comm: &Communicator, at: &Rendezvous) -> Result<Beacon, Error> {
+        let (tenant, network, rank) = (comm.runtime().tenant(), comm.runtime().host().network(), comm.rank());
         let refused =
             |limit, asked: String, grants: &[Reach]| Error::Limit(tenant.refuse(limit, &asked, listed(grants)));
         let here = own_address(at)?;
@@ -245,7 +247,7 @@ impl Beacon {
     }
 
     /// Whether a rank's meeting place is gone: its process has ended, or it has freed the communicator.
-    pub(in crate::nrt) fn gone(&self, rank: usize) -> bool {
+    pub(in crate::api) fn gone(&self, rank: usize) -> bool {
         let dialled = self.addresses.get(rank).map(|a| TcpStream::connect_timeout(a, Duration::from_millis(500)));
         matches!(dialled, Some(Err(e)) if e.kind() == ErrorKind::ConnectionRefused)
     }

@@ -5,9 +5,9 @@ use std::io::Write;
 use std::net::{Shutdown, TcpStream};
 use std::time::Duration;
 
-use crate::nrt::groups::beacon::{Beacon, HEAD_BYTES, Meeting, SECRET_BYTES, sealed};
-use crate::nrt::groups::signature::SIGNATURE_BYTES;
-use crate::nrt::groups::verdict::{Messages, agree};
+use crate::api::groups::beacon::{Beacon, HEAD_BYTES, Meeting, SECRET_BYTES, sealed};
+use crate::api::groups::signature::SIGNATURE_BYTES;
+use crate::api::groups::verdict::{Messages, agree};
 use sandbox::limits::ID_BYTES;
 
 const RANKS: usize = 4;

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
-use crate::nrt::communicator::Communicator;
+use crate::api::communicator::Communicator;
 use hw_bridge::os::lock::lock;
 
 /// The key of a group: its bootstrap participants, u32 each, in order.

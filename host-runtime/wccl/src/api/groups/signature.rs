@@ -20,7 +20,7 @@
 
 use md5::{Digest, Md5};
 
-use crate::nrt::groups::listed;
+use crate::api::groups::listed;
 
 /// Bytes of a signature.
 pub const SIGNATURE_BYTES: usize = 16;

@@ -7,40 +7,23 @@ use std::time::{Duration, Instant};
 use hw_bridge::group::flight::{self, Counters};
 use hw_bridge::limits::LANES;
 
-use crate::nrt::collectives::Engine;
-use crate::nrt::control::{Answer, Ask, Joining, Patience, Place};
-use crate::nrt::groups::Groups;
-use crate::nrt::plane::Seat;
-use crate::nrt::runtime::Runtime;
-use crate::nrt::streams::Stream;
-use crate::nrt::tensor::Tensor;
+use crate::api::collectives::Engine;
+use crate::api::groups::Groups;
+use crate::api::runtime::Runtime;
+use crate::api::streams::Stream;
+use crate::api::tensor::Tensor;
+use crate::plane::Seat;
+use crate::plane::ask::{Answer, Ask, Patience};
+use crate::plane::host::bad;
+use crate::plane::join::{Joining, Place, Rendezvous};
 use enc::table::Policy;
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
 use sandbox::error::Error;
 use sandbox::key::GroupKey;
-use sandbox::limits::{ADDRESS_BYTES, ID_BYTES};
+use sandbox::limits::ID_BYTES;
 use sandbox::objects::CommCore;
 use sandbox::{id, job};
-
-/// How the ranks of a group find one another.
-#[derive(Clone)]
-pub enum Rendezvous {
-    /// An id from [`Runtime::unique_id`], handed out by the user.
-    Id([u8; ID_BYTES]),
-    /// `host:port` of the root, which rank 0 starts: a global communicator.
-    Root(String),
-}
-
-/// The secret part of an id is not printed.
-impl std::fmt::Debug for Rendezvous {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Rendezvous::Id(id) => f.debug_tuple("Id").field(&&id[..ADDRESS_BYTES]).finish_non_exhaustive(),
-            Rendezvous::Root(root) => f.debug_tuple("Root").field(root).finish(),
-        }
-    }
-}
 
 /// How to join.
 #[derive(Debug, Clone)]
@@ -119,13 +102,9 @@ impl<T> Drop for Within<'_, T> {
     }
 }
 
-pub(super) fn bad(what: String) -> Error {
-    Error::Usage(what)
-}
-
 impl Communicator {
     pub(super) fn init(runtime: &Runtime, mut o: CommOptions) -> Result<Communicator, Error> {
-        runtime.collectives("neuronInitComm")?;
+        runtime.host().collectives("neuronInitComm")?;
         let tenant = runtime.tenant().id;
         let key = match &mut o.rendezvous {
             Rendezvous::Id(id) => {
@@ -147,7 +126,6 @@ impl Communicator {
         on: Option<Place>,
     ) -> Result<Communicator, Error> {
         let (rank, n) = (o.rank, o.nranks);
-        let inner = &runtime.0;
         // Counted before the start: running out in the middle would look like a failure of whatever comes last.
         hw_bridge::os::exhausted::room_for(descriptors(rank, n))
             .map_err(|why| Error::Limit(format!("rank {rank} of {n} cannot join: it {why}")))?;
@@ -158,12 +136,12 @@ impl Communicator {
         };
         let joining = Joining { rendezvous: o.rendezvous, key, rank, nranks: n, on };
         // No swap comes before its graph is built.
-        let (plane, place, _inside) = Seat::join(runtime, &joining, &abort, None)?;
+        let (plane, place, _inside) = Seat::join(runtime.host(), &joining, &abort, None)?;
         let core = &plane.core;
         let lane =
             core.endpoint.lane(0)?.ok_or_else(|| Error::Bug(format!("communicator {} was made twice", core.id)))?;
         let mut made = Communicator {
-            engine: Engine::new(plane.clone(), lane, o.timeout.unwrap_or(inner.config.timeout)),
+            engine: Engine::new(plane.clone(), lane, o.timeout.unwrap_or(runtime.config().timeout), runtime.clone()),
             plane,
             place,
             groups: Groups::default(),
@@ -218,7 +196,7 @@ impl Communicator {
 
     /// The runtime it belongs to.
     pub fn runtime(&self) -> &Runtime {
-        &self.plane.runtime
+        self.engine.runtime()
     }
 
     /// What the choice of algorithms goes by. Whether private memory is read directly is agreed when every pair of ranks is
