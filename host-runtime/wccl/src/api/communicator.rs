@@ -160,11 +160,13 @@ impl Communicator {
     /// [`Error::Entry`] (no transport between two ranks, say), [`Error::Stopped`], [`Error::Usage`] for a wrong plan.
     pub fn build_graph(&mut self) -> Result<(), Error> {
         // No swap comes between what is built and what is taken over.
-        let _inside = self.plane.enter("neuronBuildGraphComm", Patience::Usual)?;
+        const ENTRY: &str = "neuronBuildGraphComm";
+        let _inside = self.plane.enter(ENTRY, Patience::Usual)?;
+        let serves = self.plane.serves();
         self.plane.ask(Ask::BuildGraph, Patience::Usual)?;
         self.plane.check_members()?;
         let plan = self.plane.check_plan(self.query_info()?)?;
-        self.plane.set_plan(Arc::new(plan));
+        self.plane.take_over(ENTRY, &serves, plan)?;
         self.engine.refresh();
         if self.plane.linked_by_rings() {
             self.plane.agree_on_direct(Patience::Usual)?;

@@ -41,7 +41,7 @@ use sandbox::lifecycle::Checkpoint;
 use sandbox::limits::FREE_PATIENCE;
 use sandbox::objects::{Client, CommCore};
 use sandbox::status::Status;
-use sandbox::store::bounded;
+use sandbox::store::{Library, bounded};
 
 pub(crate) mod ask;
 pub(crate) mod doors;
@@ -200,6 +200,44 @@ impl Plane {
     pub(crate) fn check_plan(&self, info: CommInfo) -> Result<Plan, Error> {
         let rings = Arc::new(check_rings(&info, self.core.rank, self.core.nranks)?);
         Ok(Plan { info, rings })
+    }
+
+    /// Which library serves: what it planned is another one's after a swap that did not wait.
+    pub(crate) fn serves(&self) -> Option<Arc<Library>> {
+        self.who().here().map(|here| here.instance.library().clone())
+    }
+
+    /// Goes by the plan that the library `serves` has made in `entry`: a graph, which stays.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for other rings than before; [`Error::Group`] if a swap did not wait and put another library in the place
+    /// of that one, of which the peers read too.
+    pub(crate) fn take_over(
+        &self,
+        entry: &'static str,
+        serves: &Option<Arc<Library>>,
+        plan: Plan,
+    ) -> Result<(), Error> {
+        let rank = self.core.rank;
+        self.host.doors.settle(entry, self.host.tenant.limits.entry, || {
+            let same = |a: &Arc<Library>, b: &Arc<Library>| Arc::ptr_eq(a, b);
+            if !serves.iter().zip(&self.serves()).all(|(a, b)| same(a, b)) {
+                let what = format!(
+                    "rank {rank} has no rings: a hot swap (--force) has replaced the plugin that planned them; all ranks are to \
+                     join again"
+                );
+                self.core.endpoint.fail(&what);
+                return Err(Error::Group { what, status: Status::FAILURE });
+            }
+            let before = self.plan();
+            if !before.rings.is_empty() && before.rings != plan.rings {
+                return Err(bad(format!(
+                    "the plugin planned other rings for rank {rank} than before; a graph that is built stays, and so do its rings"
+                )));
+            }
+            self.set_plan(Arc::new(plan));
+            Ok(())
+        })?
     }
 
     /// Goes by a plan from now on; no operation is under way.

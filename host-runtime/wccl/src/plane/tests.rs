@@ -149,6 +149,45 @@ fn who_joined_with_a_library_that_was_replaced_meanwhile_has_no_communicator() {
     assert_eq!(runtime.0.swaps.status().ranks, [(0, 1)]);
 }
 
+/// A plan of `rings` rings of one rank.
+fn plan_of(seat: &Seat, rings: usize) -> Plan {
+    use sandbox::bindings::exports::neuron::nccom::collectives::RingInfo;
+    let ring = RingInfo { prev: 0, next: 0, user_ranks: vec![0], duplicate: false };
+    seat.check_plan(info_with(vec![ring; rings])).unwrap()
+}
+
+/// Streams and schedules go by the first one.
+#[test]
+fn a_graph_that_is_built_stays() {
+    let (runtime, joining) = alone();
+    let (seat, ..) = Seat::join(runtime.host(), &joining, &AbortToken::new().unwrap(), None).unwrap();
+    let build = |rings| seat.take_over("build", &seat.serves(), plan_of(&seat, rings));
+    build(1).unwrap();
+    build(1).unwrap();
+    let e = build(2).unwrap_err().to_string();
+    assert!(e.contains("planned other rings for rank 0 than before"), "{e}");
+    assert_eq!(seat.plan().rings.len(), 1);
+    seat.core.endpoint.usable().unwrap();
+}
+
+/// A swap that does not wait for a graph that is being built leaves no rings of the library before on this rank alone.
+#[test]
+fn what_a_replaced_library_planned_is_not_taken_over() {
+    let (runtime, joining) = alone();
+    let (host, abort) = (runtime.host(), AbortToken::new().unwrap());
+    let (seat, ..) = Seat::join(host, &joining, &abort, None).unwrap();
+    let (serves, plan) = (seat.serves(), plan_of(&seat, 1));
+    let source = sandbox::entries::read(&host.tenant, &host.config.plugin.clone().unwrap()).unwrap();
+    let new = sandbox::entries::load(&host.tenant, &source, &[]).unwrap();
+    let instance = new.instantiate(&host.tenant, &abort, None, joining.key, None, None).unwrap();
+    seat.set_control((instance, 0));
+    let e = seat.take_over("build", &serves, plan).unwrap_err().to_string();
+    assert!(e.contains("rank 0 has no rings: a hot swap (--force) has replaced the plugin"), "{e}");
+    assert!(seat.plan().rings.is_empty());
+    // Its peers are not left waiting.
+    seat.core.endpoint.usable().unwrap_err();
+}
+
 /// What a plugin plans is an allegation: a ring that no walk round all ranks goes by is refused before anything is moved.
 #[test]
 fn a_plan_that_is_no_ring_of_all_ranks_is_refused() {

@@ -176,11 +176,12 @@ impl Candidate {
         Ok(())
     }
 
-    /// Goes back: communicators that were there before have the plans of then, the others keep theirs.
+    /// Goes back: communicators that were there before have the plans of then, the others keep theirs, and so does one whose graph
+    /// was built since.
     pub fn take_up_again(&mut self) {
         for m in &mut self.moves {
             let before = self.kept.iter().find(|(id, ..)| *id == m.plane.core().id);
-            m.plan = before.map(|(_, _, plan)| plan.clone());
+            m.plan = before.map(|(_, _, plan)| plan.clone()).filter(|plan| !plan.rings.is_empty());
         }
     }
 
@@ -214,5 +215,55 @@ impl Candidate {
         }
         let (generation, old) = self.host.forward.replace(self.loaded.clone()).map_err(|e| e.to_string())?;
         Ok((generation, Loaded::clone(&old), kept))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::Runtime;
+    use crate::config::RuntimeConfig;
+    use crate::plane::Seat;
+    use crate::plane::join::{Joining, Rendezvous};
+    use sandbox::abort::AbortToken;
+    use sandbox::bindings::exports::neuron::nccom::collectives::{CommInfo, RingInfo};
+    use sandbox::key::GroupKey;
+
+    /// Going back forgets no graph that was built since: what ran by it would find no rings.
+    #[test]
+    fn a_graph_that_was_built_in_probation_stays_when_the_plugin_before_serves_again() {
+        let mut c = RuntimeConfig { control: false, hbm_bytes: 1 << 20, ..RuntimeConfig::default() };
+        c.vars.insert("CCOM_SOCKET_IFNAME".into(), "lo".into());
+        let runtime = Runtime::open(c).unwrap();
+        let host = runtime.host();
+        let key = GroupKey::of_id(&sandbox::id::draw().unwrap(), 0);
+        let rendezvous = Rendezvous::Id(host.start_root(1, key).unwrap());
+        let joining = Joining { rendezvous, key, rank: 0, nranks: 1, on: None };
+        let (seat, ..) = Seat::join(host, &joining, &AbortToken::new().unwrap(), None).unwrap();
+        let before = seat.plan();
+        let ring = RingInfo { prev: 0, next: 0, user_ranks: vec![0], duplicate: false };
+        let planned = |rings| CommInfo { rings: vec![ring.clone(); rings], ..before.info.clone() };
+        let with = |rings| Arc::new(seat.check_plan(planned(rings)).unwrap());
+        let back = |then: Arc<Plan>, now: Arc<Plan>| {
+            seat.set_plan(now);
+            let held = seat.control().unwrap();
+            let mut candidate = Candidate {
+                host: host.clone(),
+                loaded: Loaded::clone(&host.forward.loaded().unwrap()),
+                moves: vec![Move {
+                    plane: host.roster.planes().remove(0),
+                    new: held.clone(),
+                    old: held.clone(),
+                    plan: None,
+                }],
+                kept: vec![(seat.core().id, held, then)],
+            };
+            candidate.take_up_again();
+            let m = candidate.moves.remove(0);
+            m.plan.unwrap_or_else(|| m.plane.plan()).rings.len()
+        };
+        assert_eq!(back(with(0), with(1)), 1);
+        assert_eq!(back(with(2), with(1)), 2);
+        assert_eq!(back(with(0), with(0)), 0);
     }
 }
