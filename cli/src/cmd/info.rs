@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use sandbox::limits::{Limits, MAX_PLUGIN_BYTES, MAX_SCHEDULES};
-use wccl::nrt::{Runtime, RuntimeConfig};
+use wccl::{Launched, Runtime, RuntimeConfig};
 
 use crate::size;
 use crate::term::{self, Paint};
@@ -98,6 +98,15 @@ pub fn start(_: &Args) -> anyhow::Result<ExitCode> {
     rows.push(("choice table", table));
     rows.push(("deadline of a call", format!("{:?}", config.timeout)));
     head("Collectives plugin", rows);
+
+    let job = match Launched::from_env() {
+        Ok(job) => {
+            let said = format!("{} of {}", job.rank, job.nranks);
+            vec![("rank", said), ("meets at", job.root), ("as said by", job.from)]
+        }
+        Err(e) => vec![("rank", format!("none: {e}"))],
+    };
+    head("Job (what Communicator::from_env joins)", job);
 
     let mut rows = vec![("cores", cores()), ("features for reductions", features())];
     rows.extend(limits);

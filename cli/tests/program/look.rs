@@ -105,6 +105,38 @@ fn info_says_what_this_process_may_use() {
     has(row("family"), &["trn1.32xlarge ("]);
 }
 
+/// A program that meets nobody finds out here which variable is to blame.
+#[test]
+fn info_says_which_job_the_launcher_has_described() {
+    let job = |vars: &[(&str, &str)]| {
+        let mut c = wccl();
+        for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NEURON_RT_ROOT_COMM_ID"] {
+            c.env_remove(name);
+        }
+        let out = c.arg("info").envs(vars.iter().copied()).output().unwrap();
+        assert_eq!(out.status.code(), Some(0));
+        said(&out)
+    };
+    let mpi = [
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "3"),
+        ("MASTER_ADDR", "node7"),
+        ("MASTER_PORT", "7777"),
+    ];
+    has(
+        &job(&mpi),
+        &[
+            "1 of 3",
+            "node7:7777",
+            "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE (Open MPI), MASTER_ADDR and MASTER_PORT",
+        ],
+    );
+    has(
+        &job(&mpi[..1]),
+        &["none: ", "OMPI_COMM_WORLD_RANK=1 is set and OMPI_COMM_WORLD_SIZE is not; Open MPI sets both"],
+    );
+}
+
 /// Above all a policy must not be left out because its name cannot be read.
 #[test]
 fn a_variable_that_cannot_be_read_is_an_error_that_names_it() {

@@ -7,19 +7,11 @@
 
 use std::sync::Arc;
 
-use wccl::{Buffers, CommOptions, Io, Runtime, RuntimeConfig};
-use wccl::{DataType, ReduceOp};
-
-fn variable(name: &str) -> Result<String, String> {
-    let value = wccl::vars::variable(name).map_err(|e| e.to_string())?;
-    value.ok_or_else(|| format!("{name} is not set: start this by `wccl run -r 4 -- ...`"))
-}
+use wccl::{Buffers, Communicator, DataType, Io, ReduceOp};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (rank, n): (usize, usize) = (variable("RANK")?.parse()?, variable("WORLD_SIZE")?.parse()?);
-    let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
-    let options = CommOptions::with_root(variable("NEURON_RT_ROOT_COMM_ID")?, rank, n);
-    let mut comm = runtime.init_comm(options)?;
+    let mut comm = Communicator::from_env()?;
+    let (rank, n) = (comm.rank(), comm.nranks());
 
     // Device memory: peers reach it, nothing is copied on the way.
     let mine: Vec<u8> = (0..1000).flat_map(|_| (rank as f32).to_le_bytes()).collect();

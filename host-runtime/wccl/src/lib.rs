@@ -4,9 +4,11 @@
 //! data, which [`enc`] compiles into schedules that `hw-bridge` executes with no component call in the steady state.
 //!
 //! ```text
+//! let mut comm = Communicator::from_env()?;                   // what the launcher set; or:
 //! let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
 //! let id = runtime.unique_id(nranks)?;                        // on one rank; hand it to the others
 //! let mut comm = runtime.init_comm(CommOptions::with_id(id, rank, nranks))?;
+//!
 //! let t = comm.tensor(4 * 1024)?;
 //! comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum)?;
 //! ```
@@ -30,6 +32,7 @@
 //! | `turns` | a value for one user at a time |
 //! | [`message`] | messages between processes of this machine |
 //! | `config` | how a runtime is opened |
+//! | `launched` | where a process stands in its job, as its launcher says |
 //! | `plane` | the control plane of a rank: who plans for it, what that planned, the doors a swap holds shut |
 //! | `client` | the control plane in another process: a client of the service |
 //! | [`swap`] | replacing a tenant's library under running communicators; the socket on which operators ask for it |
@@ -42,6 +45,7 @@
 mod api;
 mod client;
 mod config;
+mod launched;
 pub mod message;
 pub mod metrics;
 mod plane;
@@ -56,5 +60,6 @@ pub use api::{
 pub use config::RuntimeConfig;
 pub use enc;
 pub use hw_bridge::call::{DataType, ReduceOp};
+pub use launched::Launched;
 pub use plane::join::Rendezvous;
 pub use sandbox::{abort, error, limits, policy, status, tenant, vars};

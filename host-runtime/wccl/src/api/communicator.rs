@@ -12,6 +12,8 @@ use crate::api::groups::Groups;
 use crate::api::runtime::Runtime;
 use crate::api::streams::Stream;
 use crate::api::tensor::Tensor;
+use crate::config::RuntimeConfig;
+use crate::launched::Launched;
 use crate::plane::Seat;
 use crate::plane::ask::{Answer, Ask, Patience};
 use crate::plane::host::bad;
@@ -47,6 +49,15 @@ impl CommOptions {
     /// Joins by id.
     pub fn with_id(id: [u8; ID_BYTES], rank: usize, nranks: usize) -> CommOptions {
         CommOptions { rendezvous: Rendezvous::Id(id), rank, nranks, abort: None, timeout: None, graph: true }
+    }
+
+    /// Joins the job that the environment describes: what a launcher sets ([`Launched`]).
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the variable that is missing or wrong.
+    pub fn from_env() -> Result<CommOptions, Error> {
+        let Launched { rank, nranks, root, .. } = Launched::from_env()?;
+        Ok(CommOptions::with_root(root, rank, nranks))
     }
 
     /// Joins the global group of a root.
@@ -103,6 +114,20 @@ impl<T> Drop for Within<'_, T> {
 }
 
 impl Communicator {
+    /// Joins the job that the environment describes, with a runtime as it describes it: [`RuntimeConfig::from_env`],
+    /// [`CommOptions::from_env`].
+    ///
+    /// # Errors
+    /// Those of the two, [`Runtime::open`]'s, and of joining, [`Error::Group`], which says where rank and meeting place come from.
+    pub fn from_env() -> Result<Communicator, Error> {
+        let Launched { rank, nranks, root, from } = Launched::from_env()?;
+        let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
+        runtime.init_comm(CommOptions::with_root(&root, rank, nranks)).map_err(|e| Error::Group {
+            status: e.status(),
+            what: format!("rank {rank} of {nranks} did not join at {root}, as by {from}: {e}"),
+        })
+    }
+
     pub(super) fn init(runtime: &Runtime, mut o: CommOptions) -> Result<Communicator, Error> {
         runtime.host().collectives("neuronInitComm")?;
         let tenant = runtime.tenant().id;
