@@ -103,7 +103,7 @@ pub fn group() -> Group {
             let _server = serve(cage, "")?;
             let runtime = Runtime::open(client(cage, "hostile"))?;
             let comm = runtime.init_comm(CommOptions::with_id(runtime.unique_id(1)?, 0, 1))?;
-            said(comm.tensor(2 << 20))
+            said(comm.allocate(2 << 20))
         }),
         animal(
             "connections without end, none of which says anything",

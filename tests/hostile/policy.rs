@@ -201,7 +201,7 @@ pub fn group() -> Group {
                 let c =
                     cage.under(&Plugin::lone_rank()?, &format!("{ONE}\n[devices]\ncores = [0]\nhbm = \"1 MiB\""))?;
                 let comm = opened(c)?.init_comm(CommOptions::with_id([1; 128], 0, 1))?;
-                said(comm.tensor(2 << 20))
+                said(comm.allocate(2 << 20))
             },
         ),
         no_entry(

@@ -51,14 +51,14 @@ fn work(rank: usize, root: String) {
     c.tenant_id = 1;
     let runtime = Runtime::open(c).unwrap();
     let mut comm = runtime.init_comm(CommOptions::with_root(root, rank, 2)).unwrap();
-    let t = comm.tensor(4096).unwrap();
+    let t = comm.allocate(4096).unwrap();
     let mut out = vec![0; 4096];
     for round in 0u32.. {
         let mine: Vec<u8> = (0..1024u32)
             .flat_map(|i| (round.wrapping_mul(7) ^ i).wrapping_mul(rank as u32 + 1).to_le_bytes())
             .collect();
         t.write(0, &mine).unwrap();
-        comm.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+        comm.raw().all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
         t.read(0, &mut out).unwrap();
         let expected = (0..1024u32).flat_map(|i| (round.wrapping_mul(7) ^ i).wrapping_mul(3).to_le_bytes());
         let as_it_should_be = out.iter().copied().eq(expected);

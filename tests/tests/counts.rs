@@ -16,7 +16,7 @@ use enc::Algorithm;
 use hw_bridge::call::Op;
 use hw_bridge::limits::STAGE_BYTES;
 use sandbox::policy::{Rate, Share};
-use wccl::{Communicator, DataType, Io, Peers, ReduceOp, RuntimeConfig, Tensor};
+use wccl::{Communicator, DataType, DeviceMemory, Io, Peers, ReduceOp, RuntimeConfig};
 
 thread_local! {
     // Neither lazily made nor dropped, so that the allocator may use it at any time.
@@ -65,15 +65,15 @@ fn the_allocator_counts_this_thread() {
 
 /// Buffers of a rank, in both memories.
 struct Buffers {
-    a: Tensor,
-    b: Tensor,
+    a: DeviceMemory,
+    b: DeviceMemory,
     src: Vec<u8>,
     dst: Vec<u8>,
 }
 
 impl Buffers {
     fn new(comm: &Communicator, bytes: usize) -> Buffers {
-        let tensor = || comm.tensor(bytes as u64).unwrap();
+        let tensor = || comm.allocate(bytes as u64).unwrap();
         Buffers { a: tensor(), b: tensor(), src: vec![0; bytes], dst: vec![0; bytes] }
     }
 
@@ -121,18 +121,18 @@ fn has_in_place(op: Op) -> bool {
 fn run(comm: &mut Communicator, io: Io<'_>, op: Op, count: usize) {
     let (rank, n, c, dtype) = (comm.rank(), comm.nranks(), count as u64, DataType::Fp32);
     match op {
-        Op::AllReduce => comm.all_reduce(io, c, dtype, ReduceOp::Sum),
-        Op::AllGather => comm.all_gather(io, c, dtype),
-        Op::ReduceScatter => comm.reduce_scatter(io, c, dtype, ReduceOp::Sum),
-        Op::Broadcast => comm.broadcast(io, c, dtype, 1),
-        Op::Reduce => comm.reduce(io, c, dtype, ReduceOp::Sum, 1),
-        Op::AllToAll => comm.all_to_all(io, c, dtype),
+        Op::AllReduce => comm.raw().all_reduce(io, c, dtype, ReduceOp::Sum),
+        Op::AllGather => comm.raw().all_gather(io, c, dtype),
+        Op::ReduceScatter => comm.raw().reduce_scatter(io, c, dtype, ReduceOp::Sum),
+        Op::Broadcast => comm.raw().broadcast(io, c, dtype, 1),
+        Op::Reduce => comm.raw().reduce(io, c, dtype, ReduceOp::Sum, 1),
+        Op::AllToAll => comm.raw().all_to_all(io, c, dtype),
         Op::SendRecv => {
-            comm.send_recv(io, c, dtype, Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) })
+            comm.raw().send_recv(io, c, dtype, Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) })
         }
         Op::Barrier => comm.barrier(),
-        Op::Gather => comm.gather(io, c, dtype, 1),
-        Op::Scatter => comm.scatter(io, c, dtype, 1),
+        Op::Gather => comm.raw().gather(io, c, dtype, 1),
+        Op::Scatter => comm.raw().scatter(io, c, dtype, 1),
         other => panic!("{} is not counted", other.name()),
     }
     .unwrap();
@@ -163,7 +163,7 @@ fn nothing_is_allocated_and_no_component_called_in_the_steady_state() {
                 // Large ones are few among the 10,000, for time; a step that visits all in turn.
                 let scale = if count < 100_000 { 1.0 } else { 0.5 };
                 let io = buffers.io(Op::AllReduce, device, true, rank, 64, n);
-                comm.all_reduce_scaled(io, 16, DataType::Fp32, scale).unwrap();
+                comm.raw().all_reduce_scaled(io, 16, DataType::Fp32, scale).unwrap();
             };
             for i in 0..mixed.len() {
                 one(&mut comm, &mut buffers, i);
@@ -179,6 +179,31 @@ fn nothing_is_allocated_and_no_component_called_in_the_steady_state() {
             assert_eq!((allocated, called), (0, 0), "allocations and component calls of rank {rank} of {n}");
         });
     }
+}
+
+/// The typed form is the same call: it adds nothing to it.
+#[test]
+fn typed_calls_allocate_nothing_in_the_steady_state() {
+    world(2, &config(), |mut comm| {
+        let (mut x, mut y) = (comm.tensor_from(&[1.0f32; 300]).unwrap(), comm.tensor::<f32>(600).unwrap());
+        let (mut a, mut b) = (vec![1u16; 300], [0u16; 600]);
+        let mut all = |comm: &mut Communicator| {
+            comm.all_reduce(&mut x, ReduceOp::Max).unwrap();
+            comm.all_gather_into(&x, &mut y).unwrap();
+            comm.reduce_scatter_into(&y, &mut x, ReduceOp::Min).unwrap();
+            comm.broadcast(&mut a, 1).unwrap();
+            comm.reduce(&mut a[..10], ReduceOp::Max, 0).unwrap();
+            comm.all_gather_into(&a, &mut b).unwrap();
+            comm.barrier().unwrap();
+        };
+        all(&mut comm);
+        let (before, ops) = (allocations(), comm.counters().ops);
+        for _ in 0..100 {
+            all(&mut comm);
+        }
+        let counted = (allocations() - before, comm.counters().ops - ops);
+        assert_eq!(counted, (0, 700));
+    });
 }
 
 /// Elements of part `i` of `n` of `count`.
@@ -400,19 +425,20 @@ fn each_rank_moves_the_bytes_of_its_lists() {
                 };
                 let mine = counts[rank];
                 let lists = long(counts.clone());
-                let got = moved(&mut comm, &|comm, io| comm.all_gather_v(io, &lists, dtype).unwrap());
+                let got = moved(&mut comm, &|comm, io| comm.raw().all_gather_v(io, &lists, dtype).unwrap());
                 let want = (copied(algorithm, mine * 4, mine * 4, total * 4), 0);
                 assert_eq!(got, want, "{algorithm:?} all_gather_v, rank {rank} of {n}");
 
-                let got =
-                    moved(&mut comm, &|comm, io| comm.reduce_scatter_v(io, &lists, dtype, ReduceOp::Sum).unwrap());
+                let got = moved(&mut comm, &|comm, io| {
+                    comm.raw().reduce_scatter_v(io, &lists, dtype, ReduceOp::Sum).unwrap()
+                });
                 // Reduced where the inputs are, or all parts put where the others read them.
                 let want = (if algorithm == Algorithm::Mesh { 0 } else { total * 4 }, n * mine * 4);
                 assert_eq!(got, want, "{algorithm:?} reduce_scatter_v, rank {rank} of {n}");
 
                 let (send, recv) =
                     (long((0..n).map(|q| cell(rank, q)).collect()), long((0..n).map(|p| cell(p, rank)).collect()));
-                let got = moved(&mut comm, &|comm, io| comm.all_to_all_v(io, &send, &recv, dtype).unwrap());
+                let got = moved(&mut comm, &|comm, io| comm.raw().all_to_all_v(io, &send, &recv, dtype).unwrap());
                 // Each rank knows its own row and column only: those of all, 8 bytes a number, go to all ranks first.
                 let rows = (1 + n) * 2 * n * 8;
                 let want = (rows + copied(algorithm, row * 4, (row - cell(rank, rank)) * 4, column * 4), 0);
@@ -420,7 +446,7 @@ fn each_rank_moves_the_bytes_of_its_lists() {
 
                 // A shift by one, without its last pair; and a rank that sends to itself.
                 for pairs in [(0..n - 1).map(|r| (r, r + 1)).collect(), vec![(0, 0)]] as [Vec<(usize, usize)>; 2] {
-                    let got = moved(&mut comm, &|comm, io| comm.permute(io, unit as u64, dtype, &pairs).unwrap());
+                    let got = moved(&mut comm, &|comm, io| comm.raw().permute(io, unit as u64, dtype, &pairs).unwrap());
                     let sends = pairs.iter().any(|p| p.0 == rank && p.1 != rank);
                     let gets = pairs.iter().any(|p| p.1 == rank);
                     let bytes = |yes: bool| if yes { unit * 4 } else { 0 };

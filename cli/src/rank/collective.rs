@@ -3,7 +3,7 @@
 use anyhow::Context;
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
-use wccl::{Communicator, DataType, Io, Peers, ReduceOp, Tensor};
+use wccl::{Communicator, DataType, DeviceMemory, Io, Peers, ReduceOp};
 
 use crate::rank::reference::{Pattern, Tile, wrong_elements};
 
@@ -139,7 +139,7 @@ pub struct Case {
 /// Memory of one rank.
 #[derive(Debug)]
 enum Mem {
-    Hbm(Tensor),
+    Hbm(DeviceMemory),
     /// The bytes begin at an offset, which makes them page-aligned.
     Host(Vec<u8>, usize),
 }
@@ -155,7 +155,7 @@ pub struct Buffers {
 impl Mem {
     fn new(comm: &Communicator, memory: Memory, bytes: u64) -> anyhow::Result<Mem> {
         Ok(match memory {
-            Memory::Hbm => Mem::Hbm(comm.tensor(bytes)?),
+            Memory::Hbm => Mem::Hbm(comm.allocate(bytes)?),
             Memory::Host => {
                 let wanted = usize::try_from(bytes).ok().and_then(|b| b.checked_add(4096));
                 let wanted = wanted.with_context(|| format!("{bytes} bytes are more than memory can be"))?;
@@ -374,27 +374,27 @@ impl Case {
             }
         };
         match self.op {
-            Op::AllReduce => comm.all_reduce(io, count, dtype, self.redop),
-            Op::AllGather => comm.all_gather(io, count, dtype),
-            Op::ReduceScatter => comm.reduce_scatter(io, count, dtype, self.redop),
-            Op::Broadcast => comm.broadcast(io, count, dtype, self.root),
-            Op::Reduce => comm.reduce(io, count, dtype, self.redop, self.root),
-            Op::AllToAll => comm.all_to_all(io, count, dtype),
-            Op::SendRecv => comm.send_recv(io, count, dtype, self.peers(rank, n)),
+            Op::AllReduce => comm.raw().all_reduce(io, count, dtype, self.redop),
+            Op::AllGather => comm.raw().all_gather(io, count, dtype),
+            Op::ReduceScatter => comm.raw().reduce_scatter(io, count, dtype, self.redop),
+            Op::Broadcast => comm.raw().broadcast(io, count, dtype, self.root),
+            Op::Reduce => comm.raw().reduce(io, count, dtype, self.redop, self.root),
+            Op::AllToAll => comm.raw().all_to_all(io, count, dtype),
+            Op::SendRecv => comm.raw().send_recv(io, count, dtype, self.peers(rank, n)),
             Op::Barrier => comm.barrier(),
-            Op::AllGatherV => comm.all_gather_v(io, counts, dtype),
-            Op::ReduceScatterV => comm.reduce_scatter_v(io, counts, dtype, self.redop),
+            Op::AllGatherV => comm.raw().all_gather_v(io, counts, dtype),
+            Op::ReduceScatterV => comm.raw().reduce_scatter_v(io, counts, dtype, self.redop),
             Op::AllToAllV => {
                 // What goes to a rank and what comes from it are as long.
                 let mut row = [0; MAX_LOCAL_RANKS];
                 row.iter_mut().enumerate().take(n).for_each(|(q, c)| *c = self.sent(rank, q, n));
-                comm.all_to_all_v(io, &row[..n], &row[..n], dtype)
+                comm.raw().all_to_all_v(io, &row[..n], &row[..n], dtype)
             }
-            Op::Gather => comm.gather(io, count, dtype, self.root),
-            Op::Scatter => comm.scatter(io, count, dtype, self.root),
+            Op::Gather => comm.raw().gather(io, count, dtype, self.root),
+            Op::Scatter => comm.raw().scatter(io, count, dtype, self.root),
             Op::Permute => {
                 let pairs: [(usize, usize); MAX_LOCAL_RANKS] = std::array::from_fn(|r| (r, r + 1));
-                comm.permute(io, count, dtype, &pairs[..n - 1])
+                comm.raw().permute(io, count, dtype, &pairs[..n - 1])
             }
             Op::Group => Ok(()),
         }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use wccl::swap::{Order, coordinate};
-use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig, Tensor};
+use wccl::{CommOptions, Communicator, DataType, DeviceMemory, Io, ReduceOp, Runtime, RuntimeConfig};
 
 /// How long a rank may take for what it is told.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -262,7 +262,7 @@ fn run(
         bail!("{}", e.sentinel);
     }
     let mut comm = runtime.init_comm(CommOptions::with_root(root, rank, n))?;
-    let t = comm.tensor(count as u64 * 4)?;
+    let t = comm.allocate(count as u64 * 4)?;
     let mut tally = Tally::default();
     let mut bytes = vec![0u8; count * 4];
     loop {
@@ -283,7 +283,7 @@ fn run(
 /// One checked all-reduce. Answers what rank 0 says in it, and the seconds of the operation.
 fn round(
     comm: &mut Communicator,
-    t: &Tensor,
+    t: &DeviceMemory,
     bytes: &mut [u8],
     word: Word,
     tally: &mut Tally,
@@ -296,7 +296,7 @@ fn round(
     }
     t.write(0, bytes)?;
     let begin = Instant::now();
-    comm.all_reduce(Io::in_place(t), bytes.len() as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
+    comm.raw().all_reduce(Io::in_place(t), bytes.len() as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
     let seconds = begin.elapsed().as_secs_f64();
     t.read(0, bytes)?;
     let mut sums = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));

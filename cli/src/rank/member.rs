@@ -77,7 +77,7 @@ fn bind(rank: usize, n: usize) -> Option<Core> {
 
 fn agree<const N: usize>(comm: &mut Communicator, words: [u64; N], op: ReduceOp) -> Result<[u64; N], Error> {
     let mut bytes = words.map(u64::to_le_bytes);
-    comm.all_reduce(Io::HostInPlace(bytes.as_flattened_mut()), N as u64, DataType::Uint64, op)?;
+    comm.raw().all_reduce(Io::HostInPlace(bytes.as_flattened_mut()), N as u64, DataType::Uint64, op)?;
     Ok(bytes.map(u64::from_le_bytes))
 }
 

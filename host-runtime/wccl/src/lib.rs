@@ -3,23 +3,26 @@
 //! *Wasm plans, native moves*: a component decides who talks to whom, over what, in which order; its decisions are plain
 //! data, which [`enc`] compiles into schedules that `hw-bridge` executes with no component call in the steady state.
 //!
-//! ```text
-//! let mut comm = Communicator::from_env()?;                   // what the launcher set; or:
-//! let runtime = Runtime::open(RuntimeConfig::from_env()?)?;
-//! let id = runtime.unique_id(nranks)?;                        // on one rank; hand it to the others
-//! let mut comm = runtime.init_comm(CommOptions::with_id(id, rank, nranks))?;
+//! ```no_run
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! use wccl::{Communicator, Sum};
 //!
-//! let t = comm.tensor(4 * 1024)?;
-//! comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum)?;
+//! let mut comm = Communicator::from_env()?;                   // what the launcher has set
+//! let mut x = comm.tensor_from(&[1.0f32; 1000])?;             // device memory, which peers reach directly
+//! comm.all_reduce(&mut x, Sum)?;                              // in place; all_reduce_into(&x, &mut y, Sum) otherwise
+//! let mut private = vec![1.0f32; 1000];
+//! comm.all_reduce(&mut private, Sum)?;                        // slices, arrays and vectors serve too
+//! let gathered = comm.all_gather(&x)?;                        // a tensor of all ranks' elements
+//!
+//! let mut stream = comm.stream(0)?;                           // in the background; the same stream on all ranks
+//! let pending = stream.all_reduce(x, Sum);                    // takes x; issuing never fails
+//! let x = pending.wait()?;                                    // gives x back, with an error too
+//! # Ok(())
+//! # }
 //! ```
 //!
-//! In the background, on a stream, which takes the buffers and gives them back:
-//!
-//! ```text
-//! let mut stream = comm.stream(0)?;                           // the same stream on all ranks
-//! let request = stream.all_reduce(Buffers::in_place(&Arc::new(t)), 1024, DataType::Fp32, ReduceOp::Sum)?;
-//! let buffers = request.wait()?;                              // or test(), or wait_for(patience)
-//! ```
+//! [`CommOptions`] and [`Runtime`] join otherwise than by the environment. Bindings, and who knows an element type only when the
+//! program runs, use the dynamic form: [`Communicator::raw`], [`Stream::raw`].
 //!
 //! With a deadline of its own: `comm.within(deadline).barrier()?`, `stream.within(deadline).barrier()?`.
 //!
@@ -54,11 +57,14 @@ pub mod swap;
 mod turns;
 
 pub use api::{
-    Buffers, CommOptions, Communicator, Finished, Group, Io, OwnedReduction, Peers, Reduction, ReductionOf, Request,
+    Buffer, BufferMut, Buffers, CommOptions, Communicator, Device, DeviceMemory, Element, Failed, Fp8E3, Fp8E4, Fp8E5,
+    Fp32r, Group, Io, OwnedReduction, Peers, Pending, Private, Progress, Raw, RawStream, Reduction, ReductionOf,
     Runtime, Stream, Tensor, Within, groups,
 };
 pub use config::RuntimeConfig;
 pub use enc;
+pub use half::{bf16, f16};
+pub use hw_bridge::call::ReduceOp::{Avg, Max, Min, Prod, Sum};
 pub use hw_bridge::call::{DataType, ReduceOp};
 pub use launched::Launched;
 pub use plane::join::Rendezvous;

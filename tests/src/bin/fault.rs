@@ -246,29 +246,29 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
         "all_reduce" => {
             let (t, op, count): (DataType, ReduceOp, _) = (word(1)?.parse()?, word(2)?.parse()?, num(3)?);
             let bytes = count * t.size();
-            watched(comm, bytes, bytes, |c, io| c.all_reduce(io, count as u64, t, op))
+            watched(comm, bytes, bytes, |c, io| c.raw().all_reduce(io, count as u64, t, op))
         }
         "reduce" => {
             let (t, op, count, root): (DataType, ReduceOp, _, _) =
                 (word(1)?.parse()?, word(2)?.parse()?, num(3)?, num(4)?);
             let bytes = count * t.size();
-            watched(comm, bytes, bytes, |c, io| c.reduce(io, count as u64, t, op, root))
+            watched(comm, bytes, bytes, |c, io| c.raw().reduce(io, count as u64, t, op, root))
         }
         "broadcast" => {
             let (t, count, root): (DataType, _, _) = (word(1)?.parse()?, num(2)?, num(3)?);
             let bytes = count * t.size();
-            watched(comm, bytes, bytes, |c, io| c.broadcast(io, count as u64, t, root))
+            watched(comm, bytes, bytes, |c, io| c.raw().broadcast(io, count as u64, t, root))
         }
         "all_gather" => {
             let (t, count): (DataType, _) = (word(1)?.parse()?, num(2)?);
             let bytes = count * t.size();
-            watched(comm, bytes, n * bytes, |c, io| c.all_gather(io, count as u64, t))
+            watched(comm, bytes, n * bytes, |c, io| c.raw().all_gather(io, count as u64, t))
         }
         "t_all_reduce" => {
             let count = num(1)?;
-            let (a, b) = (comm.tensor(4 * count as u64)?, comm.tensor(4 * count as u64)?);
+            let (a, b) = (comm.allocate(4 * count as u64)?, comm.allocate(4 * count as u64)?);
             b.write(0, &vec![0xA5; 4 * count])?;
-            let answer = comm.all_reduce(Io::device(&a, &b), count as u64, DataType::Fp32, ReduceOp::Sum);
+            let answer = comm.raw().all_reduce(Io::device(&a, &b), count as u64, DataType::Fp32, ReduceOp::Sum);
             if answer.is_err() {
                 let mut now = vec![0; 4 * count];
                 b.read(0, &mut now)?;
@@ -281,9 +281,9 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
         "odd" => odd(comm),
         "work" => work(comm, num(1)?),
         "loop" => {
-            let t = comm.tensor(1 << 20)?;
+            let t = comm.allocate(1 << 20)?;
             loop {
-                comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Max)?;
+                comm.raw().all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Max)?;
             }
         }
         "sleep" => {
@@ -336,7 +336,7 @@ fn host_loop(comm: &mut Communicator, bytes: usize) -> Result<()> {
     for i in 0.. {
         let byte = i as u8;
         buffer.fill(if comm.rank() == 0 { byte } else { !byte });
-        comm.broadcast(Io::HostInPlace(&mut buffer), bytes as u64, DataType::Uint8, 0)?;
+        comm.raw().broadcast(Io::HostInPlace(&mut buffer), bytes as u64, DataType::Uint8, 0)?;
         ensure!(buffer.iter().all(|b| *b == byte), "broadcast {i} brought other bytes");
         if i == 0 {
             say("looping");
@@ -382,7 +382,7 @@ fn gone(comm: &mut Communicator, bytes: usize) -> Result<()> {
         ensure!(access(0) == 0, "mprotect: {}", std::io::Error::last_os_error());
     }
     let (src, dst): (&[u8], &mut [u8]) = (&buffer[from..from + bytes], &mut dst);
-    let answer = comm.send_recv(Io::Host { src, dst }, bytes as u64, DataType::Uint8, peers);
+    let answer = comm.raw().send_recv(Io::Host { src, dst }, bytes as u64, DataType::Uint8, peers);
     ensure!(rank != 0 || access(3) == 0, "mprotect: {}", std::io::Error::last_os_error());
     Ok(answer?)
 }
@@ -395,16 +395,16 @@ fn zero(comm: &mut Communicator) -> Result<()> {
         dst: Some((comm.rank() + 1) % comm.nranks()),
         src: Some((comm.rank() + comm.nranks() - 1) % comm.nranks()),
     };
-    let t = comm.tensor(0)?;
+    let t = comm.allocate(0)?;
     for device in [false, true] {
         let io = || if device { Io::device(&t, &t) } else { Io::Host { src: &[], dst: &mut [] } };
-        comm.all_reduce(io(), 0, Fp32, Sum)?;
-        comm.all_gather(io(), 0, Fp32)?;
-        comm.reduce_scatter(io(), 0, Fp32, Sum)?;
-        comm.broadcast(io(), 0, Fp32, 0)?;
-        comm.reduce(io(), 0, Fp32, Sum, 0)?;
-        comm.all_to_all(io(), 0, Fp32)?;
-        comm.send_recv(io(), 0, Fp32, peers)?;
+        comm.raw().all_reduce(io(), 0, Fp32, Sum)?;
+        comm.raw().all_gather(io(), 0, Fp32)?;
+        comm.raw().reduce_scatter(io(), 0, Fp32, Sum)?;
+        comm.raw().broadcast(io(), 0, Fp32, 0)?;
+        comm.raw().reduce(io(), 0, Fp32, Sum, 0)?;
+        comm.raw().all_to_all(io(), 0, Fp32)?;
+        comm.raw().send_recv(io(), 0, Fp32, peers)?;
         say(if device { "zero in device memory" } else { "zero in private memory" });
     }
     Ok(())
@@ -422,7 +422,7 @@ fn odd(comm: &mut Communicator) -> Result<()> {
             let (from, to) = (at, 16 - at);
             src[from..from + bytes].copy_from_slice(&[1f32; 4097].map(f32::to_le_bytes).as_flattened()[..bytes]);
             let io = Io::Host { src: &src[from..from + bytes], dst: &mut dst[to..to + bytes] };
-            comm.all_reduce(io, count as u64, DataType::Fp32, ReduceOp::Sum)?;
+            comm.raw().all_reduce(io, count as u64, DataType::Fp32, ReduceOp::Sum)?;
             let right = (n as f32).to_le_bytes();
             ensure!(dst[to..to + bytes].chunks(4).all(|c| c == right), "wrong sum at alignment {at}, count {count}");
             let around = dst[..to].iter().chain(&dst[to + bytes..]).all(|b| *b == 0xEE);
@@ -437,7 +437,7 @@ fn work(comm: &mut Communicator, calls: usize) -> Result<()> {
     for i in 0..calls {
         let count = [1usize, 100, 5_000, 300_000][i % 4];
         let mut ones = vec![1u8; count];
-        comm.all_reduce(Io::HostInPlace(&mut ones), count as u64, DataType::Uint8, ReduceOp::Sum)?;
+        comm.raw().all_reduce(Io::HostInPlace(&mut ones), count as u64, DataType::Uint8, ReduceOp::Sum)?;
         ensure!(ones.iter().all(|v| usize::from(*v) == n), "wrong sum in call {i}");
     }
     Ok(())

@@ -297,10 +297,10 @@ fn victim(args: &Args, bytes: usize) -> Result<Vec<u32>> {
         if bound {
             bind(comm.rank())?;
         }
-        let data = comm.tensor(bytes as u64)?;
+        let data = comm.allocate(bytes as u64)?;
         let warm_up = if bytes > 1 << 20 { 10 } else { 1000 };
         for _ in 0..warm_up {
-            comm.all_reduce(Io::in_place(&data), bytes as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
+            comm.raw().all_reduce(Io::in_place(&data), bytes as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
         }
         let mut times = Vec::with_capacity(MOST_CALLS);
         let begun = Instant::now();
@@ -309,7 +309,7 @@ fn victim(args: &Args, bytes: usize) -> Result<Vec<u32>> {
             if comm.rank() == 0 && (now - begun >= length || times.len() + 1 == MOST_CALLS) {
                 last.store(call, Ordering::Release);
             }
-            comm.all_reduce(Io::in_place(&data), bytes as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
+            comm.raw().all_reduce(Io::in_place(&data), bytes as u64 / 4, DataType::Fp32, ReduceOp::Sum)?;
             times.push(now.elapsed().as_nanos().min(u128::from(u32::MAX)) as u32);
             if last.load(Ordering::Acquire) == call {
                 break;
@@ -338,9 +338,9 @@ fn bind(rank: usize) -> Result<()> {
 
 /// Reduces `bytes` again and again.
 fn flood(mut comm: Communicator, bytes: u64, done: &AtomicU64) -> Result<()> {
-    let data = comm.tensor(bytes)?;
+    let data = comm.allocate(bytes)?;
     loop {
-        comm.all_reduce(Io::in_place(&data), bytes / 4, DataType::Fp32, ReduceOp::Sum)?;
+        comm.raw().all_reduce(Io::in_place(&data), bytes / 4, DataType::Fp32, ReduceOp::Sum)?;
         if comm.rank() == 0 {
             done.fetch_add(bytes, Ordering::Relaxed);
         }

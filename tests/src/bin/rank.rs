@@ -59,7 +59,7 @@ fn run() -> Result<()> {
         }
         "once" => {
             let mut ones = vec![1u8; 3000];
-            comm.all_reduce(Io::HostInPlace(&mut ones), 3000, DataType::Uint8, ReduceOp::Sum)?;
+            comm.raw().all_reduce(Io::HostInPlace(&mut ones), 3000, DataType::Uint8, ReduceOp::Sum)?;
             ensure!(ones.iter().all(|v| usize::from(*v) == n), "wrong sum");
             say("done");
             Ok(())
@@ -110,11 +110,11 @@ fn floats(comm: &mut Communicator) -> Result<()> {
     let mut digest = Digest::default();
     for (dtype, op) in floats::calls() {
         let (mut mine, count) = (floats::input(rank, dtype), floats::COUNT as u64);
-        let tensor = comm.tensor(mine.len() as u64)?;
+        let tensor = comm.allocate(mine.len() as u64)?;
         tensor.write(0, &mine)?;
         let all_reduce = |comm: &mut Communicator, io: Io<'_>| match op {
-            ReduceOp::PreMulSum => comm.all_reduce_scaled(io, count, dtype, floats::scale(rank)),
-            op => comm.all_reduce(io, count, dtype, op),
+            ReduceOp::PreMulSum => comm.raw().all_reduce_scaled(io, count, dtype, floats::scale(rank)),
+            op => comm.raw().all_reduce(io, count, dtype, op),
         };
         all_reduce(comm, Io::in_place(&tensor))?;
         // A thread has the state of the one that starts it.
@@ -132,23 +132,23 @@ fn floats(comm: &mut Communicator) -> Result<()> {
 fn tally(comm: &mut Communicator) -> Result<()> {
     let (rank, n) = (comm.rank(), comm.nranks());
     const COUNT: usize = 1 << 16;
-    let (t, all) = (comm.tensor(4 * COUNT as u64)?, comm.tensor((4 * COUNT * n) as u64)?);
+    let (t, all) = (comm.allocate(4 * COUNT as u64)?, comm.allocate((4 * COUNT * n) as u64)?);
     let fill = |of: usize| -> Vec<u8> { (0..COUNT).flat_map(|i| ((i * 7 + of * 13) as u32).to_le_bytes()).collect() };
     let sum: Vec<u8> =
         (0..COUNT).flat_map(|i| (0..n).map(|r| (i * 7 + r * 13) as u32).sum::<u32>().to_le_bytes()).collect();
     let everything: Vec<u8> = (0..n).flat_map(fill).collect();
     for round in 0..20 {
         t.write(0, &fill(rank))?;
-        comm.all_gather(Io::device(&t, &all), COUNT as u64, DataType::Uint32)?;
+        comm.raw().all_gather(Io::device(&t, &all), COUNT as u64, DataType::Uint32)?;
         let mut got = vec![0; 4 * COUNT * n];
         all.read(0, &mut got)?;
         ensure!(got == everything, "all-gather differs in round {round}");
-        comm.all_reduce(Io::in_place(&t), COUNT as u64, DataType::Uint32, ReduceOp::Sum)?;
+        comm.raw().all_reduce(Io::in_place(&t), COUNT as u64, DataType::Uint32, ReduceOp::Sum)?;
         let mut got = vec![0; 4 * COUNT];
         t.read(0, &mut got)?;
         ensure!(got == sum, "all-reduce in device memory differs in round {round}");
         let mut private = fill(rank);
-        comm.all_reduce(Io::HostInPlace(&mut private), COUNT as u64, DataType::Uint32, ReduceOp::Sum)?;
+        comm.raw().all_reduce(Io::HostInPlace(&mut private), COUNT as u64, DataType::Uint32, ReduceOp::Sum)?;
         ensure!(private == sum, "all-reduce in private memory differs in round {round}");
         comm.barrier()?;
         if round == 0 {
@@ -174,7 +174,7 @@ fn outlive(comm: &mut Communicator) -> Result<()> {
     say("warm");
     while seen[0] == 0 {
         seen[0] = until.exists().into();
-        comm.all_reduce(Io::HostInPlace(&mut seen), 1, DataType::Uint8, ReduceOp::Max)?;
+        comm.raw().all_reduce(Io::HostInPlace(&mut seen), 1, DataType::Uint8, ReduceOp::Max)?;
     }
     say("operations go on");
     match comm.bootstrap_all_gather(&[0]) {
@@ -216,15 +216,15 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
     if number("LEAVES").is_ok_and(|r| r == rank) {
         std::process::exit(0);
     }
-    let t = comm.tensor(4096)?;
+    let t = comm.allocate(4096)?;
     if vars::variable("AT_ONCE")?.is_none() {
         // The first one connects every pair.
-        comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max)?;
+        comm.raw().all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max)?;
         say("running");
         if number("FORKS").is_ok_and(|r| r == rank) {
             say(&format!("child {}", fork_a_sleeper()?));
         }
-        while comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max).is_ok() {}
+        while comm.raw().all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Max).is_ok() {}
         say("broken");
     }
     if number("LATE").is_ok_and(|r| r == rank) {
@@ -240,7 +240,7 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
             Ok(mut smaller) => {
                 // The tensor of the broken communicator serves in the new one.
                 t.write(0, &1u32.to_le_bytes().repeat(1024))?;
-                smaller.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum)?;
+                smaller.raw().all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum)?;
                 let mut sum = [0; 4];
                 t.read(4092, &mut sum)?;
                 say(&format!("rank {} of {} sum {}", smaller.rank(), smaller.nranks(), u32::from_le_bytes(sum)));
@@ -252,8 +252,8 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
 }
 
 fn loop_for_ever(comm: &mut Communicator) -> Result<()> {
-    let t = comm.tensor(1 << 20)?;
+    let t = comm.allocate(1 << 20)?;
     loop {
-        comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Max)?;
+        comm.raw().all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Max)?;
     }
 }

@@ -98,14 +98,14 @@ fn run() -> Result<()> {
 /// Reduces until rank 0 has enough; answers how often.
 fn work(comm: &mut Communicator, enough: &AtomicBool) -> Result<u32> {
     let most = 1 << 16;
-    let t = comm.tensor(4 * most)?;
+    let t = comm.allocate(4 * most)?;
     let mut ops = 0u32;
     loop {
         // Sizes of every algorithm.
         let count = [4, 1000, 20_000, most][ops as usize % 4];
         let mut bytes = reduction::filled(comm.rank(), count as usize, ops, enough.load(Ordering::Acquire));
         t.write(0, &bytes)?;
-        comm.all_reduce(Io::in_place(&t), count, DataType::Uint32, ReduceOp::Sum)?;
+        comm.raw().all_reduce(Io::in_place(&t), count, DataType::Uint32, ReduceOp::Sum)?;
         t.read(0, &mut bytes)?;
         let end = reduction::checked(&bytes, comm.nranks(), ops)?;
         ops += 1;

@@ -23,7 +23,7 @@ fn round(root: &str) {
     assert_eq!(runtime.load_error(), None);
     let mut comm = runtime.init_comm(CommOptions::with_root(root, 0, 1)).unwrap();
     let mut bytes = [7u8; 64];
-    comm.all_gather(Io::HostInPlace(&mut bytes), 64, DataType::Uint8).unwrap();
+    comm.raw().all_gather(Io::HostInPlace(&mut bytes), 64, DataType::Uint8).unwrap();
     // The names it goes by are intact after however many rounds.
     assert_eq!(runtime.forward().version_info().unwrap().compatibility, 89);
 }

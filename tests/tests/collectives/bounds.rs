@@ -123,47 +123,47 @@ fn all_collectives(comm: &mut Communicator, a: &mut Fenced, b: &mut Fenced, coun
         })
     };
     let (wide, op) = (DataType::Uint16, ReduceOp::Sum);
-    apart(comm, 2 * count, 2 * count, &mut |comm, io| comm.all_reduce(io, c, wide, op).unwrap(), &|got| {
+    apart(comm, 2 * count, 2 * count, &mut |comm, io| comm.raw().all_reduce(io, c, wide, op).unwrap(), &|got| {
         check(got, &mut sum(0, count), "all_reduce");
     });
-    let scatter = &mut |comm: &mut Communicator, io: Io<'_>| comm.reduce_scatter(io, c, wide, op).unwrap();
+    let scatter = &mut |comm: &mut Communicator, io: Io<'_>| comm.raw().reduce_scatter(io, c, wide, op).unwrap();
     apart(comm, 2 * count * n, 2 * count, scatter, &|got| {
         check(got, &mut sum(2 * count * rank, count), "reduce_scatter");
     });
     let out = if rank == root { 2 * count } else { 0 };
-    apart(comm, 2 * count, out, &mut |comm, io| comm.reduce(io, c, wide, op, root).unwrap(), &|got| {
+    apart(comm, 2 * count, out, &mut |comm, io| comm.raw().reduce(io, c, wide, op, root).unwrap(), &|got| {
         check(got, &mut sum(0, out / 2), "reduce");
     });
 
-    apart(comm, count, count * n, &mut |comm, io| comm.all_gather(io, c, dtype).unwrap(), &|got| {
+    apart(comm, count, count * n, &mut |comm, io| comm.raw().all_gather(io, c, dtype).unwrap(), &|got| {
         check(got, &mut (0..n).flat_map(|r| input(r, count)), "all_gather");
     });
-    apart(comm, count * n, count * n, &mut |comm, io| comm.all_to_all(io, c, dtype).unwrap(), &|got| {
+    apart(comm, count * n, count * n, &mut |comm, io| comm.raw().all_to_all(io, c, dtype).unwrap(), &|got| {
         let block = |r: usize| (count * rank..count * (rank + 1)).map(move |i| byte(r, i));
         check(got, &mut (0..n).flat_map(block), "all_to_all");
     });
     let src = if rank == root { count } else { 0 };
-    apart(comm, src, count, &mut |comm, io| comm.broadcast(io, c, dtype, root).unwrap(), &|got| {
+    apart(comm, src, count, &mut |comm, io| comm.raw().broadcast(io, c, dtype, root).unwrap(), &|got| {
         check(got, &mut input(root, count), "broadcast");
     });
     let peers = Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) };
-    apart(comm, count, count, &mut |comm, io| comm.send_recv(io, c, dtype, peers).unwrap(), &|got| {
+    apart(comm, count, count, &mut |comm, io| comm.raw().send_recv(io, c, dtype, peers).unwrap(), &|got| {
         check(got, &mut input((rank + n - 1) % n, count), "send_recv");
     });
 
     // In place, at the same edge.
     let one = b.bytes(2 * count, place.at_end, place.dst_gap);
     fill(one, rank);
-    comm.all_reduce(Io::HostInPlace(one), c, wide, op).unwrap();
+    comm.raw().all_reduce(Io::HostInPlace(one), c, wide, op).unwrap();
     check(one, &mut sum(0, count), "all_reduce in place");
     let all = b.bytes(count * n, place.at_end, place.dst_gap);
     fill(all, rank);
-    comm.all_to_all(Io::HostInPlace(all), c, dtype).unwrap();
+    comm.raw().all_to_all(Io::HostInPlace(all), c, dtype).unwrap();
     let block = |r: usize| (count * rank..count * (rank + 1)).map(move |i| byte(r, i));
     check(all, &mut (0..n).flat_map(block), "all_to_all in place");
     all.fill(0xEE);
     fill(&mut all[rank * count..(rank + 1) * count], rank);
-    comm.all_gather(Io::HostInPlace(all), c, dtype).unwrap();
+    comm.raw().all_gather(Io::HostInPlace(all), c, dtype).unwrap();
     check(all, &mut (0..n).flat_map(|r| input(r, count)), "all_gather in place");
 }
 
@@ -200,7 +200,7 @@ fn no_peer_writes_beside_an_output_in_device_memory() {
         let forced = RuntimeConfig { algorithm: Some(algorithm), ..config() };
         world(3, &forced, move |mut comm| {
             let (rank, n) = (comm.rank(), comm.nranks());
-            let (src, dst) = (comm.tensor(8192).unwrap(), comm.tensor(32_768).unwrap());
+            let (src, dst) = (comm.allocate(8192).unwrap(), comm.allocate(32_768).unwrap());
             for (turn, count) in
                 [1usize, 2, 3, 7, 15, 16, 17, 63, 65, 255, 257, 1000].into_iter().cycle().take(96).enumerate()
             {
@@ -213,32 +213,32 @@ fn no_peer_writes_beside_an_output_in_device_memory() {
                 let most = |i: usize| (0..n).map(|r| byte(r, i)).max().unwrap();
                 let result: Vec<u8> = match turn / 12 {
                     0 => {
-                        comm.all_reduce(io, c, dtype, op).unwrap();
+                        comm.raw().all_reduce(io, c, dtype, op).unwrap();
                         (0..count).map(most).collect()
                     }
                     1 => {
-                        comm.all_gather(io, c, dtype).unwrap();
+                        comm.raw().all_gather(io, c, dtype).unwrap();
                         (0..n).flat_map(|r| input(r, count)).collect()
                     }
                     2 => {
-                        comm.reduce_scatter(io, c, dtype, op).unwrap();
+                        comm.raw().reduce_scatter(io, c, dtype, op).unwrap();
                         (count * rank..count * (rank + 1)).map(most).collect()
                     }
                     3 => {
-                        comm.broadcast(io, c, dtype, root).unwrap();
+                        comm.raw().broadcast(io, c, dtype, root).unwrap();
                         input(root, count).collect()
                     }
                     4 => {
-                        comm.reduce(io, c, dtype, op, root).unwrap();
+                        comm.raw().reduce(io, c, dtype, op, root).unwrap();
                         (0..if rank == root { count } else { 0 }).map(most).collect()
                     }
                     5 => {
-                        comm.all_to_all(io, c, dtype).unwrap();
+                        comm.raw().all_to_all(io, c, dtype).unwrap();
                         (0..n).flat_map(|r| (count * rank..count * (rank + 1)).map(move |i| byte(r, i))).collect()
                     }
                     6 => {
                         let peers = Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) };
-                        comm.send_recv(io, c, dtype, peers).unwrap();
+                        comm.raw().send_recv(io, c, dtype, peers).unwrap();
                         input((rank + n - 1) % n, count).collect()
                     }
                     _ => {
@@ -263,7 +263,7 @@ fn more_than_two_to_the_31_elements() {
     let c = RuntimeConfig { hbm_bytes: 3 << 30, ..config() };
     world(2, &c, |mut comm| {
         let (rank, count) = (comm.rank(), (1u64 << 31) + 1);
-        let tensor = comm.tensor(count).unwrap();
+        let tensor = comm.allocate(count).unwrap();
         // A prime period, so that a part that lands elsewhere is seen.
         let pattern = |rank: usize| -> Vec<u8> { input(rank, 1_048_573).collect() };
         let (mine, expected) = (pattern(rank), pattern(0).into_iter().zip(pattern(1)));
@@ -272,7 +272,7 @@ fn more_than_two_to_the_31_elements() {
         for (at, len) in pieces() {
             tensor.write(at, &mine[..len]).unwrap();
         }
-        comm.all_reduce(Io::in_place(&tensor), count, DataType::Uint8, ReduceOp::Sum).unwrap();
+        comm.raw().all_reduce(Io::in_place(&tensor), count, DataType::Uint8, ReduceOp::Sum).unwrap();
         let mut got = vec![0; mine.len()];
         for (at, len) in pieces() {
             tensor.read(at, &mut got[..len]).unwrap();
@@ -284,7 +284,7 @@ fn more_than_two_to_the_31_elements() {
         if rank == 0 {
             spoiled.into_iter().for_each(|at| tensor.write(at, &[!right(at)]).unwrap());
         }
-        comm.broadcast(Io::in_place(&tensor), count, DataType::Uint8, 1).unwrap();
+        comm.raw().broadcast(Io::in_place(&tensor), count, DataType::Uint8, 1).unwrap();
         for at in spoiled {
             tensor.read(at, &mut got[..1]).unwrap();
             assert_eq!(got[0], right(at), "rank {rank}, byte {at}");
@@ -297,7 +297,7 @@ fn more_than_two_to_the_31_elements() {
 #[test]
 fn counts_near_the_end_of_the_numbers_are_refused() {
     world(2, &config(), |mut comm| {
-        let tensor = comm.tensor(64).unwrap();
+        let tensor = comm.allocate(64).unwrap();
         let (a, mut b) = ([0u8; 64], [0u8; 64]);
         let near = |x: u64| [x.wrapping_sub(1), x, x.wrapping_add(1)];
         let counts = [1u64 << 31, 1 << 32, 1 << 60, 1 << 61, 1 << 62, 1 << 63, u64::MAX - 1].into_iter().flat_map(near);
@@ -315,14 +315,14 @@ fn counts_near_the_end_of_the_numbers_are_refused() {
                             false => Io::Host { src: &a, dst: &mut b },
                         };
                         let result = match which {
-                            0 => comm.all_reduce(io, count, dtype, op),
-                            1 => comm.all_gather(io, count, dtype),
-                            2 => comm.reduce_scatter(io, count, dtype, op),
-                            3 => comm.broadcast(io, count, dtype, 0),
-                            4 => comm.reduce(io, count, dtype, op, 0),
-                            5 => comm.all_to_all(io, count, dtype),
-                            6 => comm.send_recv(io, count, dtype, peers),
-                            _ if dtype.is_float() => comm.all_reduce_scaled(io, count, dtype, 0.5),
+                            0 => comm.raw().all_reduce(io, count, dtype, op),
+                            1 => comm.raw().all_gather(io, count, dtype),
+                            2 => comm.raw().reduce_scatter(io, count, dtype, op),
+                            3 => comm.raw().broadcast(io, count, dtype, 0),
+                            4 => comm.raw().reduce(io, count, dtype, op, 0),
+                            5 => comm.raw().all_to_all(io, count, dtype),
+                            6 => comm.raw().send_recv(io, count, dtype, peers),
+                            _ if dtype.is_float() => comm.raw().all_reduce_scaled(io, count, dtype, 0.5),
                             _ => continue,
                         };
                         let what = format!("collective {which} of {count} {dtype}, device {device}");

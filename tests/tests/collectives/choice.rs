@@ -10,9 +10,9 @@ use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeCo
 use crate::common::{bytes_of, config, free_port, world};
 
 fn reduce(comm: &mut Communicator, count: u64) -> Result<(), Error> {
-    let t = comm.tensor(count * 4)?;
+    let t = comm.allocate(count * 4)?;
     t.write(0, &bytes_of(&vec![1.0; count as usize]))?;
-    comm.all_reduce(Io::in_place(&t), count, DataType::Fp32, ReduceOp::Sum)?;
+    comm.raw().all_reduce(Io::in_place(&t), count, DataType::Fp32, ReduceOp::Sum)?;
     let mut out = vec![0; t.len() as usize];
     t.read(0, &mut out)?;
     assert_eq!(out, bytes_of(&vec![comm.nranks() as f32; count as usize]));

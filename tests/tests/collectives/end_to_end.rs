@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use enc::Algorithm;
 use hw_bridge::exec::reduce;
 use hw_bridge::limits::{LARGE_SLOT_BYTES, LARGE_SLOTS, SLOTS};
-use wccl::{Communicator, DataType, Io, Peers, ReduceOp, Reduction, RuntimeConfig, Tensor};
+use wccl::{Communicator, DataType, DeviceMemory, Io, Peers, ReduceOp, Reduction, RuntimeConfig};
 
 use crate::common::{HANG, config, releases, world};
 
@@ -63,7 +63,7 @@ impl Run<'_> {
             return dst;
         }
         // An odd offset: nothing may depend on alignment.
-        let (a, b) = (self.tensor(src.len() + 3), self.tensor(out + 5));
+        let (a, b) = (self.allocate(src.len() + 3), self.allocate(out + 5));
         a.write(3, src).unwrap();
         b.write(0, &vec![0xEE; out + 5]).unwrap();
         f(self.comm, Io::Device { src: (&a, 3), dst: (&b, 5) });
@@ -86,15 +86,15 @@ impl Run<'_> {
             f(self.comm, Io::HostInPlace(&mut buf));
             return buf;
         }
-        let t = self.tensor(buf.len());
+        let t = self.allocate(buf.len());
         t.write(0, &buf).unwrap();
         f(self.comm, Io::Device { src: (&t, at as u64), dst: (&t, to as u64) });
         t.read(0, &mut buf).unwrap();
         buf
     }
 
-    fn tensor(&self, bytes: usize) -> Tensor {
-        self.comm.tensor(bytes as u64).unwrap()
+    fn allocate(&self, bytes: usize) -> DeviceMemory {
+        self.comm.allocate(bytes as u64).unwrap()
     }
 }
 
@@ -120,52 +120,53 @@ fn all_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op: R
     let c = count as u64;
 
     let sum = reduced(op, dtype, &ins);
-    let got = run.apart(&ins[rank], block, |comm, io| comm.all_reduce(io, c, dtype, op).unwrap());
+    let got = run.apart(&ins[rank], block, |comm, io| comm.raw().all_reduce(io, c, dtype, op).unwrap());
     assert_eq!(got, sum, "all_reduce {here}");
-    let got = run.in_place(ins[rank].clone(), 0, 0, |comm, io| comm.all_reduce(io, c, dtype, op).unwrap());
+    let got = run.in_place(ins[rank].clone(), 0, 0, |comm, io| comm.raw().all_reduce(io, c, dtype, op).unwrap());
     assert_eq!(got, sum, "all_reduce in place {here}");
 
     let all: Vec<u8> = noise.iter().flat_map(|b| b[..block].to_vec()).collect();
-    let got = run.apart(&noise[rank][..block], block * n, |comm, io| comm.all_gather(io, c, dtype).unwrap());
+    let got = run.apart(&noise[rank][..block], block * n, |comm, io| comm.raw().all_gather(io, c, dtype).unwrap());
     assert_eq!(got, all, "all_gather {here}");
     let mut buf = vec![0xEE; block * n];
     buf[rank * block..(rank + 1) * block].copy_from_slice(&noise[rank][..block]);
-    let got = run.in_place(buf, rank * block, 0, |comm, io| comm.all_gather(io, c, dtype).unwrap());
+    let got = run.in_place(buf, rank * block, 0, |comm, io| comm.raw().all_gather(io, c, dtype).unwrap());
     assert_eq!(got, all, "all_gather in place {here}");
 
     let whole = reduced(op, dtype, &wide);
     let mine = &whole[rank * block..(rank + 1) * block];
-    let got = run.apart(&wide[rank], block, |comm, io| comm.reduce_scatter(io, c, dtype, op).unwrap());
+    let got = run.apart(&wide[rank], block, |comm, io| comm.raw().reduce_scatter(io, c, dtype, op).unwrap());
     assert_eq!(got, mine, "reduce_scatter {here}");
-    let got =
-        run.in_place(wide[rank].clone(), 0, rank * block, |comm, io| comm.reduce_scatter(io, c, dtype, op).unwrap());
+    let got = run
+        .in_place(wide[rank].clone(), 0, rank * block, |comm, io| comm.raw().reduce_scatter(io, c, dtype, op).unwrap());
     assert_eq!(&got[rank * block..(rank + 1) * block], mine, "reduce_scatter in place {here}");
 
     let src: &[u8] = if rank == root { &noise[root][..block] } else { &[] };
-    let got = run.apart(src, block, |comm, io| comm.broadcast(io, c, dtype, root).unwrap());
+    let got = run.apart(src, block, |comm, io| comm.raw().broadcast(io, c, dtype, root).unwrap());
     assert_eq!(got, noise[root][..block], "broadcast {here}");
-    let got = run.in_place(noise[rank][..block].to_vec(), 0, 0, |comm, io| comm.broadcast(io, c, dtype, root).unwrap());
+    let got =
+        run.in_place(noise[rank][..block].to_vec(), 0, 0, |comm, io| comm.raw().broadcast(io, c, dtype, root).unwrap());
     assert_eq!(got, noise[root][..block], "broadcast in place {here}");
 
     let out = if rank == root { block } else { 0 };
-    let got = run.apart(&ins[rank], out, |comm, io| comm.reduce(io, c, dtype, op, root).unwrap());
+    let got = run.apart(&ins[rank], out, |comm, io| comm.raw().reduce(io, c, dtype, op, root).unwrap());
     assert_eq!(got, sum[..out], "reduce {here}");
-    let got = run.in_place(ins[rank].clone(), 0, 0, |comm, io| comm.reduce(io, c, dtype, op, root).unwrap());
+    let got = run.in_place(ins[rank].clone(), 0, 0, |comm, io| comm.raw().reduce(io, c, dtype, op, root).unwrap());
     assert_eq!(got, if rank == root { &sum } else { &ins[rank] }[..], "reduce in place {here}");
 
     let exchanged: Vec<u8> = noise.iter().flat_map(|b| b[rank * block..(rank + 1) * block].to_vec()).collect();
-    let got = run.apart(&noise[rank], block * n, |comm, io| comm.all_to_all(io, c, dtype).unwrap());
+    let got = run.apart(&noise[rank], block * n, |comm, io| comm.raw().all_to_all(io, c, dtype).unwrap());
     assert_eq!(got, exchanged, "all_to_all {here}");
-    let got = run.in_place(noise[rank].clone(), 0, 0, |comm, io| comm.all_to_all(io, c, dtype).unwrap());
+    let got = run.in_place(noise[rank].clone(), 0, 0, |comm, io| comm.raw().all_to_all(io, c, dtype).unwrap());
     assert_eq!(got, exchanged, "all_to_all in place {here}");
 
     let peers = Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) };
-    let got = run.apart(&noise[rank][..block], block, |comm, io| comm.send_recv(io, c, dtype, peers).unwrap());
+    let got = run.apart(&noise[rank][..block], block, |comm, io| comm.raw().send_recv(io, c, dtype, peers).unwrap());
     assert_eq!(got, noise[(rank + n - 1) % n][..block], "send_recv {here}");
     // Only rank 0 sends, only the last receives.
     let one_way = Peers { dst: (rank == 0).then_some(n - 1), src: (rank == n - 1).then_some(0) };
     let (src, out) = (if rank == 0 { &noise[0][..block] } else { &[][..] }, if rank == n - 1 { block } else { 0 });
-    let got = run.apart(src, out, |comm, io| comm.send_recv(io, c, dtype, one_way).unwrap());
+    let got = run.apart(src, out, |comm, io| comm.raw().send_recv(io, c, dtype, one_way).unwrap());
     assert_eq!(got, noise[0][..out], "send_recv one way {here}");
 
     run.comm.barrier().unwrap();
@@ -265,7 +266,7 @@ fn a_fast_root_does_not_overrun_slow_readers() {
                 if rank == 2 && i % 50 == 0 {
                     std::thread::sleep(std::time::Duration::from_millis(3));
                 }
-                comm.broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
+                comm.raw().broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
                 assert!(buf.chunks(4).all(|c| c == i.to_le_bytes()), "operation {i} of {bytes} bytes");
             }
         });
@@ -280,7 +281,7 @@ fn a_root_is_ahead_by_as_many_payloads_as_there_are_places() {
         world(2, &forced(Algorithm::OneHop), move |mut comm| {
             let mut buf = vec![0; bytes];
             // Both are linked, and the room for payloads is there.
-            comm.broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
+            comm.raw().broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
             comm.barrier().unwrap();
             // The barrier was an operation too: its place is free for what comes.
             let root = comm.rank() == 0;
@@ -297,7 +298,7 @@ fn a_root_is_ahead_by_as_many_payloads_as_there_are_places() {
                 if root {
                     buf.fill(i);
                 }
-                comm.broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
+                comm.raw().broadcast(Io::HostInPlace(&mut buf), bytes as u64, DataType::Uint8, 0).unwrap();
                 assert!(buf.iter().all(|b| *b == i), "operation {i} of {bytes} bytes");
                 if root {
                     sent.fetch_add(1, Ordering::Release);
@@ -310,20 +311,23 @@ fn a_root_is_ahead_by_as_many_payloads_as_there_are_places() {
 #[test]
 fn wrong_arguments_are_refused_before_anything_moves() {
     world(2, &config(), |mut comm| {
-        let t = comm.tensor(64).unwrap();
-        let big = comm.all_reduce(Io::in_place(&t), 17, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        let t = comm.allocate(64).unwrap();
+        let big = comm.raw().all_reduce(Io::in_place(&t), 17, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
         assert!(big.contains("64 bytes") && big.contains("68 are needed"), "{big}");
-        let root = comm.broadcast(Io::in_place(&t), 1, DataType::Fp32, 2).unwrap_err().to_string();
+        let root = comm.raw().broadcast(Io::in_place(&t), 1, DataType::Fp32, 2).unwrap_err().to_string();
         assert!(root.contains("root 2"), "{root}");
         let io = Io::Device { src: (&t, 0), dst: (&t, 4) };
-        let overlap = comm.all_reduce(io, 8, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        let overlap = comm.raw().all_reduce(io, 8, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
         assert!(overlap.contains("overlap by accident"), "{overlap}");
-        let huge =
-            comm.all_reduce(Io::in_place(&t), u64::MAX / 2, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        let huge = comm
+            .raw()
+            .all_reduce(Io::in_place(&t), u64::MAX / 2, DataType::Fp32, ReduceOp::Sum)
+            .unwrap_err()
+            .to_string();
         assert!(huge.contains("larger than memory can be"), "{huge}");
         let me = comm.rank();
         let peers = Peers { dst: Some(me), src: Some(1 - me) };
-        assert!(comm.send_recv(Io::device(&t, &t), 1, DataType::Uint8, peers).is_err());
+        assert!(comm.raw().send_recv(Io::device(&t, &t), 1, DataType::Uint8, peers).is_err());
         // None of it used up an operation: the ranks still agree.
         comm.barrier().unwrap();
     });
@@ -334,7 +338,7 @@ fn calls_that_do_not_match_are_told_to_both_sides() {
     let texts = world(2, &config(), |mut comm| {
         let mut buf = vec![0u8; 800];
         let count = if comm.rank() == 0 { 100 } else { 200 };
-        comm.all_reduce(Io::HostInPlace(&mut buf), count, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string()
+        comm.raw().all_reduce(Io::HostInPlace(&mut buf), count, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string()
     });
     for t in &texts {
         assert!(t.contains("count 100") && t.contains("count 200") || t.contains("mismatched"), "{t}");
@@ -369,8 +373,12 @@ fn one_way_calls_that_differ_are_noticed_at_the_next_meeting() {
     let texts = world(2, &config(), |mut comm| {
         let root = comm.rank();
         let mut buf = [root as u8; 8];
-        comm.broadcast(Io::HostInPlace(&mut buf), 8, DataType::Uint8, root).unwrap();
-        let e = comm.all_reduce(Io::HostInPlace(&mut buf), 8, DataType::Uint8, ReduceOp::Sum).unwrap_err().to_string();
+        comm.raw().broadcast(Io::HostInPlace(&mut buf), 8, DataType::Uint8, root).unwrap();
+        let e = comm
+            .raw()
+            .all_reduce(Io::HostInPlace(&mut buf), 8, DataType::Uint8, ReduceOp::Sum)
+            .unwrap_err()
+            .to_string();
         assert_eq!(buf, [root as u8; 8], "no data moved");
         e
     });
@@ -392,10 +400,10 @@ fn a_send_to_a_rank_that_receives_from_another_fails() {
             let n = 400_000usize;
             let (src, mut dst) = (vec![1u8; n], vec![0u8; n]);
             let r = if device {
-                let (a, b) = (comm.tensor(n as u64).unwrap(), comm.tensor(n as u64).unwrap());
-                comm.send_recv(Io::device(&a, &b), n as u64, DataType::Uint8, peers)
+                let (a, b) = (comm.allocate(n as u64).unwrap(), comm.allocate(n as u64).unwrap());
+                comm.raw().send_recv(Io::device(&a, &b), n as u64, DataType::Uint8, peers)
             } else {
-                comm.send_recv(Io::Host { src: &src, dst: &mut dst }, n as u64, DataType::Uint8, peers)
+                comm.raw().send_recv(Io::Host { src: &src, dst: &mut dst }, n as u64, DataType::Uint8, peers)
             };
             r.err().map_or(String::new(), |e| e.to_string())
         });
@@ -409,7 +417,7 @@ fn a_send_to_a_rank_that_receives_from_another_fails() {
 fn a_rank_that_leaves_in_the_middle_is_named_by_those_who_wait_for_another() {
     let failed = Arc::new(Barrier::new(2));
     let texts = world(3, &config(), move |mut comm| {
-        let t = comm.tensor(1 << 20).unwrap();
+        let t = comm.allocate(1 << 20).unwrap();
         comm.barrier().unwrap();
         match comm.rank() {
             // Comes when rank 0 has failed.
@@ -423,7 +431,8 @@ fn a_rank_that_leaves_in_the_middle_is_named_by_those_who_wait_for_another() {
             }
             _ => {}
         }
-        let e = comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
+        let e =
+            comm.raw().all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap_err().to_string();
         if comm.rank() == 0 {
             failed.wait();
         }
@@ -457,28 +466,29 @@ fn listed_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op
 
     let all: Vec<u8> = wide.iter().flat_map(|b| b[..block].to_vec()).collect();
     let out = if rank == root { &all[..] } else { &[] };
-    let got = run.apart(&wide[rank][..block], out.len(), |comm, io| comm.gather(io, c, dtype, root).unwrap());
+    let got = run.apart(&wide[rank][..block], out.len(), |comm, io| comm.raw().gather(io, c, dtype, root).unwrap());
     assert_eq!(got, out, "gather {here}");
     if rank == root {
         let mut buf = vec![0xEE; block * n];
         buf[rank * block..(rank + 1) * block].copy_from_slice(&wide[rank][..block]);
-        let got = run.in_place(buf, rank * block, 0, |comm, io| comm.gather(io, c, dtype, root).unwrap());
+        let got = run.in_place(buf, rank * block, 0, |comm, io| comm.raw().gather(io, c, dtype, root).unwrap());
         assert_eq!(got, all, "gather in place {here}");
     } else {
-        let got = run.in_place(wide[rank][..block].to_vec(), 0, 0, |comm, io| comm.gather(io, c, dtype, root).unwrap());
+        let got =
+            run.in_place(wide[rank][..block].to_vec(), 0, 0, |comm, io| comm.raw().gather(io, c, dtype, root).unwrap());
         assert_eq!(got, wide[rank][..block], "gather in place {here}");
     }
 
     let mine = &wide[root][rank * block..(rank + 1) * block];
     let src: &[u8] = if rank == root { &wide[root] } else { &[] };
-    let got = run.apart(src, block, |comm, io| comm.scatter(io, c, dtype, root).unwrap());
+    let got = run.apart(src, block, |comm, io| comm.raw().scatter(io, c, dtype, root).unwrap());
     assert_eq!(got, mine, "scatter {here}");
     if rank == root {
-        let got =
-            run.in_place(wide[root].clone(), 0, rank * block, |comm, io| comm.scatter(io, c, dtype, root).unwrap());
+        let got = run
+            .in_place(wide[root].clone(), 0, rank * block, |comm, io| comm.raw().scatter(io, c, dtype, root).unwrap());
         assert_eq!(got, wide[root], "scatter in place {here}");
     } else {
-        let got = run.in_place(vec![0xEE; block], 0, 0, |comm, io| comm.scatter(io, c, dtype, root).unwrap());
+        let got = run.in_place(vec![0xEE; block], 0, 0, |comm, io| comm.raw().scatter(io, c, dtype, root).unwrap());
         assert_eq!(got, mine, "scatter in place {here}");
     }
 
@@ -487,7 +497,7 @@ fn listed_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op
     let from = pairs.iter().find(|p| p.1 == rank).map(|p| p.0);
     let src: &[u8] = if pairs.iter().any(|p| p.0 == rank) { &wide[rank][..block] } else { &[] };
     let expected = from.map_or(&[][..], |p| &wide[p][..block]);
-    let got = run.apart(src, expected.len(), |comm, io| comm.permute(io, c, dtype, &pairs).unwrap());
+    let got = run.apart(src, expected.len(), |comm, io| comm.raw().permute(io, c, dtype, &pairs).unwrap());
     assert_eq!(got, expected, "permute {here}");
 
     let counts = uneven(n, count, turn);
@@ -495,20 +505,21 @@ fn listed_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op
     let total = counts.iter().sum::<u64>() as usize;
     let parts: Vec<Vec<u8>> = (0..n).map(|r| input(r + 9, 5, counts[r] as usize * size)).collect();
     let all = parts.concat();
-    let got = run.apart(&parts[rank], all.len(), |comm, io| comm.all_gather_v(io, &counts, dtype).unwrap());
+    let got = run.apart(&parts[rank], all.len(), |comm, io| comm.raw().all_gather_v(io, &counts, dtype).unwrap());
     assert_eq!(got, all, "all_gather_v {here}");
     let mut buf = vec![0xEE; all.len()];
     buf[at[rank] * size..][..parts[rank].len()].copy_from_slice(&parts[rank]);
-    let got = run.in_place(buf, at[rank] * size, 0, |comm, io| comm.all_gather_v(io, &counts, dtype).unwrap());
+    let got = run.in_place(buf, at[rank] * size, 0, |comm, io| comm.raw().all_gather_v(io, &counts, dtype).unwrap());
     assert_eq!(got, all, "all_gather_v in place {here}");
 
     let ins: Vec<Vec<u8>> = (0..n).map(|r| exact_input(r, dtype, total)).collect();
     let sum = reduced(op, dtype, &ins);
     let mine = &sum[at[rank] * size..][..counts[rank] as usize * size];
-    let got = run.apart(&ins[rank], mine.len(), |comm, io| comm.reduce_scatter_v(io, &counts, dtype, op).unwrap());
+    let got =
+        run.apart(&ins[rank], mine.len(), |comm, io| comm.raw().reduce_scatter_v(io, &counts, dtype, op).unwrap());
     assert_eq!(got, mine, "reduce_scatter_v {here}");
     let got = run.in_place(ins[rank].clone(), 0, at[rank] * size, |comm, io| {
-        comm.reduce_scatter_v(io, &counts, dtype, op).unwrap();
+        comm.raw().reduce_scatter_v(io, &counts, dtype, op).unwrap();
     });
     assert_eq!(&got[at[rank] * size..][..mine.len()], mine, "reduce_scatter_v in place {here}");
 
@@ -523,7 +534,8 @@ fn listed_collectives(comm: &mut Communicator, device: bool, dtype: DataType, op
         .flat_map(|p| sent[p][starts(&row(p))[rank] * size..][..cell(p, rank) as usize * size].to_vec())
         .collect();
     let send = row(rank);
-    let got = run.apart(&sent[rank], expected.len(), |comm, io| comm.all_to_all_v(io, &send, &recv, dtype).unwrap());
+    let got =
+        run.apart(&sent[rank], expected.len(), |comm, io| comm.raw().all_to_all_v(io, &send, &recv, dtype).unwrap());
     assert_eq!(got, expected, "all_to_all_v {here}");
 }
 
@@ -588,10 +600,10 @@ fn all_to_all_v_counts_that_do_not_fit_are_told_to_all() {
             let (send, recv) = ([[5u64; 3], [5; 3], [5; 3]], [[5u64; 3], [5; 3], [4, 5, 5]]);
             let src = vec![rank as u8; 15];
             let mut dst = vec![0xEE; 15];
-            let (a, b) = (comm.tensor(15).unwrap(), comm.tensor(15).unwrap());
+            let (a, b) = (comm.allocate(15).unwrap(), comm.allocate(15).unwrap());
             b.write(0, &dst).unwrap();
             let io = if device { Io::device(&a, &b) } else { Io::Host { src: &src, dst: &mut dst } };
-            let e = comm.all_to_all_v(io, &send[rank], &recv[rank], DataType::Uint8).unwrap_err().to_string();
+            let e = comm.raw().all_to_all_v(io, &send[rank], &recv[rank], DataType::Uint8).unwrap_err().to_string();
             assert_eq!(dst, [0xEE; 15]);
             b.read(0, &mut dst).unwrap();
             assert_eq!(dst, [0xEE; 15]);
@@ -612,9 +624,9 @@ fn lists_that_differ_between_ranks_are_a_mismatch() {
                 let counts = if comm.rank() == 0 { [bytes / 4, bytes / 2] } else { [bytes / 2, bytes / 4] };
                 let n = bytes as usize;
                 let (src, mut dst) = (vec![1u8; n], vec![0xEE; n]);
-                let (a, b) = (comm.tensor(bytes).unwrap(), comm.tensor(bytes).unwrap());
+                let (a, b) = (comm.allocate(bytes).unwrap(), comm.allocate(bytes).unwrap());
                 let io = if device { Io::device(&a, &b) } else { Io::Host { src: &src, dst: &mut dst } };
-                let e = comm.all_gather_v(io, &counts, DataType::Uint8).unwrap_err().to_string();
+                let e = comm.raw().all_gather_v(io, &counts, DataType::Uint8).unwrap_err().to_string();
                 assert!(dst.iter().all(|b| *b == 0xEE), "bytes of a call that does not match were written");
                 e
             });
@@ -626,22 +638,22 @@ fn lists_that_differ_between_ranks_are_a_mismatch() {
 #[test]
 fn wrong_lists_are_refused_before_anything_moves() {
     world(2, &config(), |mut comm| {
-        let t = comm.tensor(64).unwrap();
-        let u = comm.tensor(64).unwrap();
+        let t = comm.allocate(64).unwrap();
+        let u = comm.allocate(64).unwrap();
         let text = |r: Result<(), sandbox::error::Error>| r.unwrap_err().to_string();
-        let e = text(comm.all_gather_v(Io::device(&t, &u), &[1], DataType::Uint8));
+        let e = text(comm.raw().all_gather_v(Io::device(&t, &u), &[1], DataType::Uint8));
         assert!(e.contains("1 counts were passed, 2 ranks need one each"), "{e}");
-        let e = text(comm.all_gather_v(Io::device(&t, &u), &[u64::MAX, 2], DataType::Uint8));
+        let e = text(comm.raw().all_gather_v(Io::device(&t, &u), &[u64::MAX, 2], DataType::Uint8));
         assert!(e.contains("larger than memory can be"), "{e}");
-        let e = text(comm.permute(Io::device(&t, &u), 1, DataType::Uint8, &[(0, 1), (0, 0)]));
+        let e = text(comm.raw().permute(Io::device(&t, &u), 1, DataType::Uint8, &[(0, 1), (0, 0)]));
         assert!(e.contains("a second time"), "{e}");
-        let e = text(comm.permute(Io::device(&t, &u), 1, DataType::Uint8, &[(0, 2)]));
+        let e = text(comm.raw().permute(Io::device(&t, &u), 1, DataType::Uint8, &[(0, 2)]));
         assert!(e.contains("not of the 2 ranks"), "{e}");
-        let e = text(comm.all_to_all_v(Io::device(&t, &u), &[60, 60], &[1, 1], DataType::Uint8));
+        let e = text(comm.raw().all_to_all_v(Io::device(&t, &u), &[60, 60], &[1, 1], DataType::Uint8));
         assert!(e.contains("64 bytes, 120 are needed"), "{e}");
-        let e = text(comm.all_to_all_v(Io::in_place(&t), &[1, 1], &[1, 1], DataType::Uint8));
+        let e = text(comm.raw().all_to_all_v(Io::in_place(&t), &[1, 1], &[1, 1], DataType::Uint8));
         assert!(e.contains("overlap by accident"), "{e}");
-        let e = text(comm.gather(Io::device(&t, &u), 1, DataType::Uint8, 2));
+        let e = text(comm.raw().gather(Io::device(&t, &u), 1, DataType::Uint8, 2));
         assert!(e.contains("root 2"), "{e}");
         comm.barrier().unwrap();
     });
@@ -660,7 +672,7 @@ fn a_group_moves_all_its_sends_and_receives() {
                         let block =
                             |from: usize, to: usize, i: usize| input(from * 100 + to, round * 7 + i as u64, len + i);
                         let room = (n * times * (len + times)) as u64;
-                        let (a, b) = (comm.tensor(room + 1).unwrap(), comm.tensor(room + 1).unwrap());
+                        let (a, b) = (comm.allocate(room + 1).unwrap(), comm.allocate(room + 1).unwrap());
                         b.write(0, &vec![0xEE; room as usize + 1]).unwrap();
                         let place = |peer: usize, i: usize| ((peer * times + i) * (len + times)) as u64;
                         let mut group = comm.group();
@@ -682,7 +694,7 @@ fn a_group_moves_all_its_sends_and_receives() {
                     }
                 }
                 // One pair only; the others bring empty groups.
-                let t = comm.tensor(8).unwrap();
+                let t = comm.allocate(8).unwrap();
                 t.write(0, &[rank as u8; 8]).unwrap();
                 let mut group = comm.group();
                 if n > 1 && rank == 0 {
@@ -705,7 +717,7 @@ fn a_group_moves_all_its_sends_and_receives() {
 #[test]
 fn a_group_that_does_not_match_is_refused_on_all_ranks_and_the_communicator_goes_on() {
     let texts = world(3, &config(), |mut comm| {
-        let t = comm.tensor(64).unwrap();
+        let t = comm.allocate(64).unwrap();
         let mut group = comm.group();
         assert!(group.send(&t, 60, 2, DataType::Fp32, 0).unwrap_err().to_string().contains("not inside a tensor"));
         assert!(group.send(&t, 0, 2, DataType::Fp32, 3).unwrap_err().to_string().contains("rank 3"));
@@ -737,7 +749,7 @@ fn many_small_reductions_in_one() {
             let want =
                 |i: usize| reduced(ReduceOp::Sum, DataType::Fp32, &(0..n).map(|r| ins(r, i)).collect::<Vec<_>>());
             let mut host: Vec<Vec<u8>> = (0..counts.len()).map(|i| ins(rank, i)).collect();
-            let tensors: Vec<Tensor> = counts.iter().map(|c| comm.tensor(*c as u64 * 4 + 3).unwrap()).collect();
+            let tensors: Vec<DeviceMemory> = counts.iter().map(|c| comm.allocate(*c as u64 * 4 + 3).unwrap()).collect();
             for (i, t) in tensors.iter().enumerate() {
                 t.write(3, &ins(rank, i)).unwrap();
             }
@@ -746,7 +758,7 @@ fn many_small_reductions_in_one() {
                 items.push(Reduction::Device { tensor, offset: 3, count: count as u64 });
             }
             let before = comm.counters().ops;
-            comm.all_reduce_many(&mut items, DataType::Fp32, ReduceOp::Sum).unwrap();
+            comm.raw().all_reduce_many(&mut items, DataType::Fp32, ReduceOp::Sum).unwrap();
             assert!(comm.counters().ops - before <= 8, "{} operations for 20", comm.counters().ops - before);
             for i in 0..counts.len() {
                 assert_eq!(host[i], want(i), "host {i}");
@@ -755,7 +767,7 @@ fn many_small_reductions_in_one() {
                 assert_eq!(got, want(i), "device {i}");
             }
             let mut odd = [0u8; 7];
-            let e = comm.all_reduce_many(&mut [Reduction::Host(&mut odd)], DataType::Fp32, ReduceOp::Sum);
+            let e = comm.raw().all_reduce_many(&mut [Reduction::Host(&mut odd)], DataType::Fp32, ReduceOp::Sum);
             assert!(e.unwrap_err().to_string().contains("not whole fp32 elements"));
         });
     }

@@ -8,7 +8,7 @@ pub(super) mod scalar;
 
 use enc::Algorithm;
 use scalar::{Codec, layout, reduced};
-use wccl::{Communicator, DataType, Io, Peers, ReduceOp, RuntimeConfig, Tensor};
+use wccl::{Communicator, DataType, DeviceMemory, Io, Peers, ReduceOp, RuntimeConfig};
 
 use crate::common::{config, world};
 
@@ -76,8 +76,8 @@ fn scales_of(op: ReduceOp, n: usize) -> Vec<f32> {
 fn all_reduce(comm: &mut Communicator, io: Io<'_>, count: usize, dtype: DataType, op: ReduceOp, scales: &[f32]) {
     let (rank, count) = (comm.rank(), count as u64);
     match scales {
-        [] => comm.all_reduce(io, count, dtype, op),
-        scales => comm.all_reduce_scaled(io, count, dtype, scales[rank]),
+        [] => comm.raw().all_reduce(io, count, dtype, op),
+        scales => comm.raw().all_reduce_scaled(io, count, dtype, scales[rank]),
     }
     .unwrap();
 }
@@ -85,8 +85,8 @@ fn all_reduce(comm: &mut Communicator, io: Io<'_>, count: usize, dtype: DataType
 fn reduce_scatter(comm: &mut Communicator, io: Io<'_>, count: usize, dtype: DataType, op: ReduceOp, scales: &[f32]) {
     let (rank, count) = (comm.rank(), count as u64);
     match scales {
-        [] => comm.reduce_scatter(io, count, dtype, op),
-        scales => comm.reduce_scatter_scaled(io, count, dtype, scales[rank]),
+        [] => comm.raw().reduce_scatter(io, count, dtype, op),
+        scales => comm.raw().reduce_scatter_scaled(io, count, dtype, scales[rank]),
     }
     .unwrap();
 }
@@ -102,8 +102,8 @@ fn reduce(
 ) {
     let (rank, count) = (comm.rank(), count as u64);
     match scales {
-        [] => comm.reduce(io, count, dtype, op, root),
-        scales => comm.reduce_scaled(io, count, dtype, root, scales[rank]),
+        [] => comm.raw().reduce(io, count, dtype, op, root),
+        scales => comm.raw().reduce_scaled(io, count, dtype, root, scales[rank]),
     }
     .unwrap();
 }
@@ -111,7 +111,7 @@ fn reduce(
 /// Buffers of one rank in one kind of memory, made once and used by every call.
 struct Bench<'a> {
     comm: &'a mut Communicator,
-    device: Option<(Tensor, Tensor)>,
+    device: Option<(DeviceMemory, DeviceMemory)>,
     a: Vec<u8>,
     b: Vec<u8>,
 }
@@ -119,7 +119,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(comm: &'a mut Communicator, device: bool, most: usize) -> Bench<'a> {
         let bytes = most + 2 * MARGIN;
-        let tensor = |comm: &Communicator| comm.tensor(bytes as u64).unwrap();
+        let tensor = |comm: &Communicator| comm.allocate(bytes as u64).unwrap();
         let device = device.then(|| (tensor(comm), tensor(comm)));
         Bench { comm, device, a: vec![0; bytes], b: vec![0; bytes] }
     }
@@ -291,7 +291,7 @@ fn moves_of_every_count() {
                         let own = &inputs[rank][..block];
 
                         let gathered: Vec<u8> = inputs.iter().flat_map(|i| &i[..block]).copied().collect();
-                        let gather = |comm: &mut Communicator, io: Io<'_>| comm.all_gather(io, c, dtype).unwrap();
+                        let gather = |comm: &mut Communicator, io: Io<'_>| comm.raw().all_gather(io, c, dtype).unwrap();
                         let got = bench.apart(own, n * block, count, gather);
                         same(got, &gathered, || what("all_gather"));
                         let mut content = vec![FILL; n * block];
@@ -301,14 +301,15 @@ fn moves_of_every_count() {
 
                         let exchanged: Vec<u8> =
                             inputs.iter().flat_map(|i| &i[rank * block..][..block]).copied().collect();
-                        let exchange = |comm: &mut Communicator, io: Io<'_>| comm.all_to_all(io, c, dtype).unwrap();
+                        let exchange =
+                            |comm: &mut Communicator, io: Io<'_>| comm.raw().all_to_all(io, c, dtype).unwrap();
                         let got = bench.apart(&inputs[rank][..n * block], n * block, count, exchange);
                         same(got, &exchanged, || what("all_to_all"));
                         let got = bench.in_place(&inputs[rank][..n * block], (0, 0), count, exchange);
                         same(got, &exchanged, || what("all_to_all in place"));
 
                         let spread = |comm: &mut Communicator, io: Io<'_>| {
-                            comm.broadcast(io, c, dtype, root).unwrap();
+                            comm.raw().broadcast(io, c, dtype, root).unwrap();
                         };
                         let got = bench.apart(if rank == root { own } else { &[] }, block, count, spread);
                         same(got, &inputs[root][..block], || what("broadcast"));
@@ -317,7 +318,7 @@ fn moves_of_every_count() {
 
                         let peers = Peers { dst: Some((rank + 1) % n), src: Some((rank + n - 1) % n) };
                         let got = bench.apart(own, block, count, |comm, io| {
-                            comm.send_recv(io, c, dtype, peers).unwrap();
+                            comm.raw().send_recv(io, c, dtype, peers).unwrap();
                         });
                         same(got, &inputs[(rank + n - 1) % n][..block], || what("send_recv"));
                     }
@@ -343,7 +344,7 @@ fn large_sizes_of_every_type_and_operation() {
     world(2, &config(), |mut comm| {
         let (rank, n) = (comm.rank(), comm.nranks());
         let mut buffer = vec![0; (64 << 20) + 64];
-        let tensor = comm.tensor(buffer.len() as u64).unwrap();
+        let tensor = comm.allocate(buffer.len() as u64).unwrap();
         for (i, dtype) in DataType::ALL.into_iter().enumerate() {
             let size = dtype.size();
             let inputs: Vec<_> = (0..n).map(|r| Random::of(r, 4).elements(dtype, PERIOD)).collect();
@@ -534,13 +535,14 @@ fn pre_scaled_sums_across_ranks_in_every_algorithm() {
 fn a_scale_in_the_wrong_place_is_refused_before_anything_moves() {
     world(2, &config(), |mut comm| {
         let mut buf = vec![0; 64];
-        let e = comm.all_reduce_scaled(Io::HostInPlace(&mut buf), 4, DataType::Int32, 0.5).unwrap_err().to_string();
+        let e =
+            comm.raw().all_reduce_scaled(Io::HostInPlace(&mut buf), 4, DataType::Int32, 0.5).unwrap_err().to_string();
         assert!(e.contains("all_reduce_scaled") && e.contains("int32") && e.contains("use a float type"), "{e}");
-        let e = comm.all_reduce(Io::HostInPlace(&mut buf), 4, DataType::Fp32, ReduceOp::PreMulSum).unwrap_err();
+        let e = comm.raw().all_reduce(Io::HostInPlace(&mut buf), 4, DataType::Fp32, ReduceOp::PreMulSum).unwrap_err();
         assert!(e.to_string().contains("call all_reduce_scaled instead"), "{e}");
-        let e = comm.reduce_scatter_scaled(Io::HostInPlace(&mut buf), 4, DataType::Uint8, 0.5).unwrap_err();
+        let e = comm.raw().reduce_scatter_scaled(Io::HostInPlace(&mut buf), 4, DataType::Uint8, 0.5).unwrap_err();
         assert!(e.to_string().contains("reduce_scatter_scaled"), "{e}");
-        let e = comm.reduce_scaled(Io::HostInPlace(&mut buf), 4, DataType::Uint64, 0, 0.5).unwrap_err();
+        let e = comm.raw().reduce_scaled(Io::HostInPlace(&mut buf), 4, DataType::Uint64, 0, 0.5).unwrap_err();
         assert!(e.to_string().contains("uint64"), "{e}");
         // None of it used up an operation.
         comm.barrier().unwrap();
@@ -553,8 +555,8 @@ fn a_pre_scaled_sum_does_not_match_a_plain_one() {
         let mut buf = [0; 16];
         let io = Io::HostInPlace(&mut buf);
         let result = match comm.rank() {
-            0 => comm.all_reduce_scaled(io, 4, DataType::Fp32, 0.5),
-            _ => comm.all_reduce(io, 4, DataType::Fp32, ReduceOp::Sum),
+            0 => comm.raw().all_reduce_scaled(io, 4, DataType::Fp32, 0.5),
+            _ => comm.raw().all_reduce(io, 4, DataType::Fp32, ReduceOp::Sum),
         };
         result.unwrap_err().to_string()
     });

@@ -147,27 +147,27 @@ fn a_mean_of_finite_numbers_is_finite() {
                     }
                     let case = |what: &str| format!("{what}: {dtype} on {n} ranks by {algorithm:?}, rank {rank}");
 
-                    let tensor = comm.tensor(inputs[rank].len() as u64).unwrap();
-                    let other = comm.tensor(inputs[rank].len() as u64).unwrap();
+                    let tensor = comm.allocate(inputs[rank].len() as u64).unwrap();
+                    let other = comm.allocate(inputs[rank].len() as u64).unwrap();
                     tensor.write(0, &inputs[rank]).unwrap();
                     let mut got = vec![0; inputs[rank].len()];
-                    comm.all_reduce(Io::device(&tensor, &other), COUNT as u64, dtype, ReduceOp::Avg).unwrap();
+                    comm.raw().all_reduce(Io::device(&tensor, &other), COUNT as u64, dtype, ReduceOp::Avg).unwrap();
                     other.read(0, &mut got).unwrap();
                     assert!(got == expected, "{}", case("all-reduce"));
-                    comm.reduce(Io::device(&tensor, &other), COUNT as u64, dtype, ReduceOp::Avg, n - 1).unwrap();
+                    comm.raw().reduce(Io::device(&tensor, &other), COUNT as u64, dtype, ReduceOp::Avg, n - 1).unwrap();
                     other.read(0, &mut got).unwrap();
                     assert!(rank < n - 1 || got == expected, "{}", case("reduce"));
-                    comm.all_reduce(Io::in_place(&tensor), COUNT as u64, dtype, ReduceOp::Avg).unwrap();
+                    comm.raw().all_reduce(Io::in_place(&tensor), COUNT as u64, dtype, ReduceOp::Avg).unwrap();
                     tensor.read(0, &mut got).unwrap();
                     assert!(got == expected, "{}", case("all-reduce in place"));
                     let mut private = inputs[rank].clone();
-                    comm.all_reduce(Io::HostInPlace(&mut private), COUNT as u64, dtype, ReduceOp::Avg).unwrap();
+                    comm.raw().all_reduce(Io::HostInPlace(&mut private), COUNT as u64, dtype, ReduceOp::Avg).unwrap();
                     assert!(private == expected, "{}", case("all-reduce in private memory"));
                     // Each rank's part of a reduce-scatter; the input is a whole number of parts.
                     let part = COUNT / n;
                     let mut mine = vec![0; part * size];
                     let io = Io::Host { src: &inputs[rank][..part * n * size], dst: &mut mine };
-                    comm.reduce_scatter(io, part as u64, dtype, ReduceOp::Avg).unwrap();
+                    comm.raw().reduce_scatter(io, part as u64, dtype, ReduceOp::Avg).unwrap();
                     assert!(mine == expected[rank * part * size..][..part * size], "{}", case("reduce-scatter"));
                 }
             });
@@ -180,11 +180,11 @@ fn a_mean_of_finite_numbers_is_finite() {
 fn large_means_by_example() {
     world(3, &config(), |mut comm| {
         let mut fp32 = 3e38f32.to_le_bytes();
-        comm.all_reduce(Io::HostInPlace(&mut fp32), 1, DataType::Fp32, ReduceOp::Avg).unwrap();
+        comm.raw().all_reduce(Io::HostInPlace(&mut fp32), 1, DataType::Fp32, ReduceOp::Avg).unwrap();
         assert_eq!(f32::from_le_bytes(fp32), 3e38);
         // 1.6e38 as bf16.
         let mut bf16 = 0x7EF1u16.to_le_bytes();
-        comm.all_reduce(Io::HostInPlace(&mut bf16), 1, DataType::Bf16, ReduceOp::Avg).unwrap();
+        comm.raw().all_reduce(Io::HostInPlace(&mut bf16), 1, DataType::Bf16, ReduceOp::Avg).unwrap();
         assert_eq!(u16::from_le_bytes(bf16), 0x7EF1);
         // An infinity that somebody brings stays one, and a NaN a NaN.
         let mut mixed = [f32::MAX, f32::MAX, 1.0];
@@ -192,7 +192,7 @@ fn large_means_by_example() {
             mixed = [f32::NEG_INFINITY, f32::NAN, f32::INFINITY];
         }
         let mut bytes: Vec<u8> = mixed.iter().flat_map(|x| x.to_le_bytes()).collect();
-        comm.all_reduce(Io::HostInPlace(&mut bytes), 3, DataType::Fp32, ReduceOp::Avg).unwrap();
+        comm.raw().all_reduce(Io::HostInPlace(&mut bytes), 3, DataType::Fp32, ReduceOp::Avg).unwrap();
         let got: Vec<u32> = bytes.chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
         assert_eq!(got, [0xFF80_0000, 0x7FC0_0000, 0x7F80_0000]);
     });

@@ -8,15 +8,15 @@ use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo;
 use wccl::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
-use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig, Tensor};
+use wccl::{CommOptions, Communicator, DataType, DeviceMemory, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::ranks::{Rank, start};
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};
 
 /// Sums the ranks of the parent over `comm`, in a tensor of whatever communicator; answers the sum.
-fn sum_of(comm: &mut Communicator, t: &Tensor, mine: usize) -> f32 {
+fn sum_of(comm: &mut Communicator, t: &DeviceMemory, mine: usize) -> f32 {
     t.write(0, &bytes_of(&[mine as f32; 16])).unwrap();
-    comm.all_reduce(Io::in_place(t), 16, DataType::Fp32, ReduceOp::Sum).unwrap();
+    comm.raw().all_reduce(Io::in_place(t), 16, DataType::Fp32, ReduceOp::Sum).unwrap();
     let mut out = [0; 64];
     t.read(0, &mut out).unwrap();
     let values = values_of(&out);
@@ -34,7 +34,7 @@ fn program(rank: usize, participants: &[usize], size: u64) -> Signature {
 #[test]
 fn replica_groups_are_pooled_by_their_bootstrap_participants() {
     world(4, &config(), |mut comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         let groups = ReplicaGroups::new(&[vec![0, 1], vec![2, 3]], 4, rank).unwrap();
         let group = groups.mine();
         let sig = program(rank, &group.participants, 16);
@@ -77,7 +77,7 @@ fn replica_groups_are_pooled_by_their_bootstrap_participants() {
 #[test]
 fn a_hit_builds_the_graph_that_is_now_wanted() {
     world(2, &config(), |comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         let (group, sig) = (Group::of([1, 0]), program(rank, &[1, 0], 16));
         let bare = comm.replica_group(&group, &sig, GroupOptions { stream: 0, graph: false }).unwrap();
         let e = bare.lock().barrier().unwrap_err().to_string();
@@ -95,7 +95,7 @@ fn a_hit_builds_the_graph_that_is_now_wanted() {
 #[test]
 fn programs_that_differ_are_refused_on_every_rank() {
     world(4, &config(), |comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         let group = Group::of([0, 1, 2, 3]);
         let counters = &comm.runtime().tenant().counters;
         let (entries, tasks) = (counters.entries(), counters.tasks());
@@ -200,7 +200,7 @@ fn wrong_groups_are_refused_before_anything_is_sent() {
 #[test]
 fn split_by_colour_and_key() {
     world(5, &config(), |mut comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         // 0 and 2 and 4 in one, backwards; 1 and 3 in the other; then 4 takes no part.
         let mut half = comm.split(Some(rank as u32 % 2), -(rank as i32)).unwrap().unwrap();
         let (place, n, sum) = [(2, 3, 6.0), (1, 2, 4.0), (1, 3, 6.0), (0, 2, 4.0), (0, 3, 6.0)][rank];
@@ -227,13 +227,13 @@ fn split_by_colour_and_key() {
 #[test]
 fn parts_over_several_accelerators() {
     world(16, &config(), |mut comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         let mut near = comm.split(Some(rank as u32 / 4), 0).unwrap().unwrap();
         assert_eq!(near.logical_core(), comm.logical_core());
         assert_eq!(sum_of(&mut near, &t, rank), (rank / 4 * 16 + 6) as f32);
         // The whole connects every pair only now, with its own maps.
         let (src, mut dst) = ([rank as u8; 16 * 64], [0u8; 16 * 64]);
-        comm.all_to_all(Io::Host { src: &src, dst: &mut dst }, 64, DataType::Uint8).unwrap();
+        comm.raw().all_to_all(Io::Host { src: &src, dst: &mut dst }, 64, DataType::Uint8).unwrap();
         assert!(dst.chunks(64).enumerate().all(|(r, b)| b == [r as u8; 64]));
         let mut across = comm.split(Some(rank as u32 % 4), 0).unwrap().unwrap();
         assert_eq!(sum_of(&mut across, &t, rank), (rank % 4 * 4 + 24) as f32);
@@ -254,11 +254,11 @@ fn parts_over_several_accelerators() {
 #[test]
 fn survivors_shrink_and_shrink_again() {
     world(5, &config(), |mut comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(1 << 16).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(1 << 16).unwrap());
         if rank == 2 {
             return;
         }
-        while comm.all_reduce(Io::in_place(&t), 1 << 14, DataType::Fp32, ReduceOp::Max).is_ok() {}
+        while comm.raw().all_reduce(Io::in_place(&t), 1 << 14, DataType::Fp32, ReduceOp::Max).is_ok() {}
         let mut four = comm.shrink(&[2]).unwrap();
         // The broken one may go at once.
         drop(comm);
@@ -294,7 +294,7 @@ fn survivors_shrink_and_shrink_again() {
 #[test]
 fn a_shrink_of_a_sound_communicator_leaves_it_sound() {
     world(3, &config(), |mut comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         for _ in 0..3 {
             if rank != 1 {
                 let mut two = comm.shrink(&[1]).unwrap();
@@ -315,7 +315,7 @@ fn a_shrink_needs_neither_the_library_nor_the_bootstrap() {
     c.plugin = Some(file.path().into());
     c.limits.restart_pause = Duration::from_secs(30);
     world(3, &c, |comm| {
-        let (rank, t) = (comm.rank(), comm.tensor(64).unwrap());
+        let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         comm.peer_device_id(0).unwrap_err();
         assert!(comm.control_stopped().is_some());
         assert!(matches!(comm.split(Some(0), 0), Err(Error::Supervised { .. })));

@@ -10,6 +10,7 @@
 //! | `floats` | floating-point states that programs change, and averages of large numbers |
 //! | `groups` | replica groups, split, shrink |
 //! | `streams` | operations in the background |
+//! | `typed` | typed buffers: each call against what it should give, in both memories and in the background |
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -22,3 +23,4 @@ mod exact;
 mod floats;
 mod groups;
 mod streams;
+mod typed;

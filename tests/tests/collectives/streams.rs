@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use hw_bridge::exec::reduce;
 use hw_bridge::group::flight::State;
-use wccl::{Buffers, Communicator, DataType, Io, OwnedReduction, Peers, ReduceOp, Request, Stream, Tensor};
+use wccl::{
+    Buffers, Communicator, DataType, DeviceMemory, Io, OwnedReduction, Peers, Pending, Progress, ReduceOp, Stream,
+};
 
 use crate::common::{bytes_of, config, values_of, world};
 
@@ -16,7 +18,7 @@ fn output(buffers: Buffers) -> Vec<u8> {
     }
 }
 
-fn read(t: &Tensor) -> Vec<u8> {
+fn read(t: &DeviceMemory) -> Vec<u8> {
     let mut out = vec![0; t.len() as usize];
     t.read(0, &mut out).unwrap();
     out
@@ -26,8 +28,8 @@ fn values(buffers: Buffers) -> Vec<f32> {
     values_of(&output(buffers))
 }
 
-fn tensor(comm: &Communicator, bytes: &[u8]) -> Arc<Tensor> {
-    let t = comm.tensor(bytes.len() as u64).unwrap();
+fn tensor(comm: &Communicator, bytes: &[u8]) -> Arc<DeviceMemory> {
+    let t = comm.allocate(bytes.len() as u64).unwrap();
     t.write(0, bytes).unwrap();
     Arc::new(t)
 }
@@ -61,7 +63,7 @@ fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
         if device { Buffers::device(&tensor(comm, &src), &tensor(comm, &dst)) } else { Buffers::Host { src, dst } }
     };
     let mut checks: Vec<Check> = Vec::new();
-    let mut check = |what: &'static str, r: Request, want: Vec<u8>| {
+    let mut check = |what: &'static str, r: Pending, want: Vec<u8>| {
         let here = here.clone();
         checks.push(Box::new(move || assert!(output(r.wait().unwrap()) == want, "{what} {here}")));
     };
@@ -72,26 +74,26 @@ fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
     for device in [salt.is_multiple_of(2), !salt.is_multiple_of(2)] {
         let at_root = |bytes: Vec<u8>| if rank == root { bytes } else { Vec::new() };
         let want = at_root(one.concat());
-        let r = s.gather(buffers(device, one[rank].clone(), want.len()), count, F, root).unwrap();
+        let r = s.raw().gather(buffers(device, one[rank].clone(), want.len()), count, F, root);
         check("gather", r, want);
-        let r = s.scatter(buffers(device, at_root(wide[root].clone()), c * 4), count, F, root).unwrap();
+        let r = s.raw().scatter(buffers(device, at_root(wide[root].clone()), c * 4), count, F, root);
         check("scatter", r, block(&wide[root], rank));
 
         let pairs = [(0, 2), (2, 1), (1, 0)];
         let from = pairs.iter().find(|(_, to)| *to == rank).map(|(from, _)| *from);
-        let r = s.permute(buffers(device, one[rank].clone(), c * 4), count, F, &pairs).unwrap();
+        let r = s.raw().permute(buffers(device, one[rank].clone(), c * 4), count, F, &pairs);
         check("permute", r, from.map_or(vec![0xEE; c * 4], |from| one[from].clone()));
 
         let counts: Vec<u64> = (0..n as u64).map(|r| [3, 0, count, 50][r as usize % 4]).collect();
         let total: usize = counts.iter().sum::<u64>() as usize;
         let ragged: Vec<Vec<u8>> = (0..n).map(|r| numbers(r, salt, counts[r] as usize)).collect();
-        let r = s.all_gather_v(buffers(device, ragged[rank].clone(), total * 4), &counts, F).unwrap();
+        let r = s.raw().all_gather_v(buffers(device, ragged[rank].clone(), total * 4), &counts, F);
         check("all_gather_v", r, ragged.concat());
         let inputs = all(total);
         let begin = counts[..rank].iter().sum::<u64>() as usize * 4;
         let want = reduced(ReduceOp::Max, &inputs)[begin..begin + counts[rank] as usize * 4].to_vec();
         let b = buffers(device, inputs[rank].clone(), want.len());
-        check("reduce_scatter_v", s.reduce_scatter_v(b, &counts, F, ReduceOp::Max).unwrap(), want);
+        check("reduce_scatter_v", s.raw().reduce_scatter_v(b, &counts, F, ReduceOp::Max), want);
 
         let cell = |from: usize, to: usize| ((from + 2 * to + salt) % 4) * 100;
         let sends: Vec<u64> = (0..n).map(|to| cell(rank, to) as u64).collect();
@@ -99,7 +101,7 @@ fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
         let piece = |from: usize, to: usize| numbers(from, to, cell(from, to));
         let src = (0..n).flat_map(|to| piece(rank, to)).collect();
         let want: Vec<u8> = (0..n).flat_map(|from| piece(from, rank)).collect();
-        check("all_to_all_v", s.all_to_all_v(buffers(device, src, want.len()), &sends, &gets, F).unwrap(), want);
+        check("all_to_all_v", s.raw().all_to_all_v(buffers(device, src, want.len()), &sends, &gets, F), want);
 
         // Each rank's scale is another.
         let scaled = |inputs: &[Vec<u8>]| {
@@ -110,12 +112,12 @@ fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
             reduced(ReduceOp::Sum, &all)
         };
         let scale = (rank + 1) as f32;
-        let r = s.all_reduce_scaled(buffers(device, one[rank].clone(), c * 4), count, F, scale).unwrap();
+        let r = s.raw().all_reduce_scaled(buffers(device, one[rank].clone(), c * 4), count, F, scale);
         check("all_reduce_scaled", r, scaled(&one));
-        let r = s.reduce_scatter_scaled(buffers(device, wide[rank].clone(), c * 4), count, F, scale).unwrap();
+        let r = s.raw().reduce_scatter_scaled(buffers(device, wide[rank].clone(), c * 4), count, F, scale);
         check("reduce_scatter_scaled", r, block(&scaled(&wide), rank));
         let want = at_root(scaled(&one));
-        let r = s.reduce_scaled(buffers(device, one[rank].clone(), want.len()), count, F, root, scale).unwrap();
+        let r = s.raw().reduce_scaled(buffers(device, one[rank].clone(), want.len()), count, F, root, scale);
         check("reduce_scaled", r, want);
     }
 
@@ -126,7 +128,7 @@ fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
         0 => OwnedReduction::Host(item(rank, i)),
         _ => OwnedReduction::Device { tensor: tensor(comm, &item(rank, i)), offset: 0, count: sizes[i] as u64 },
     });
-    let r = s.all_reduce_many(items.collect(), F, ReduceOp::Sum).unwrap();
+    let r = s.raw().all_reduce_many(items.collect(), F, ReduceOp::Sum);
     let want: Vec<_> =
         (0..sizes.len()).map(|i| reduced(ReduceOp::Sum, &(0..n).map(|r| item(r, i)).collect::<Vec<_>>())).collect();
     checks.push(Box::new(move || {
@@ -147,7 +149,7 @@ fn issue_all(comm: &Communicator, s: &mut Stream, salt: usize) -> Vec<Check> {
         group.send(a.clone(), at, count, F, peer).unwrap().recv(b.clone(), at, count, F, peer).unwrap();
     }
     drop((a, b));
-    let r = group.run().unwrap();
+    let r = group.run();
     let want: Vec<u8> = wide.iter().flat_map(|theirs| block(theirs, rank)).collect();
     checks.push(Box::new(move || {
         let mut tensors = r.wait().unwrap();
@@ -175,7 +177,7 @@ fn every_call_runs_on_streams_side_by_side() {
                 checks.extend(issue_all(&comm, &mut streams[i], i));
             }
             let mut ones = bytes_of(&[1.0; 10]);
-            comm.all_reduce(Io::HostInPlace(&mut ones), 10, DataType::Fp32, ReduceOp::Sum).unwrap();
+            comm.raw().all_reduce(Io::HostInPlace(&mut ones), 10, DataType::Fp32, ReduceOp::Sum).unwrap();
             assert_eq!(values_of(&ones), [4.0; 10]);
             if rank == 1 {
                 checks.reverse();
@@ -194,19 +196,19 @@ fn what_cannot_be_is_refused_by_the_request_and_the_stream_goes_on() {
         let rank = comm.rank();
         let mut s = comm.stream(0).unwrap();
         let host = |elements: usize| Buffers::Host { src: vec![0; elements * 4], dst: vec![0; elements * 4] };
-        let refused = |r: Request| r.wait().unwrap_err().to_string();
-        let e = refused(s.all_gather_v(host(3), &[1, 1, 1], F).unwrap());
+        let refused = |r: Pending| r.wait().unwrap_err().to_string();
+        let e = refused(s.raw().all_gather_v(host(3), &[1, 1, 1], F));
         assert!(e.contains("3 counts were passed, 2 ranks need one each"), "{e}");
-        let e = refused(s.permute(host(3), 1, F, &[(0, 1), (0, 0)]).unwrap());
+        let e = refused(s.raw().permute(host(3), 1, F, &[(0, 1), (0, 0)]));
         assert!(e.contains("a second time"), "{e}");
-        let e = refused(s.gather(host(1), 1, F, 7).unwrap());
+        let e = refused(s.raw().gather(host(1), 1, F, 7));
         assert!(e.contains("root 7"), "{e}");
-        let e = refused(s.all_reduce_scaled(host(1), 1, DataType::Int32, 2.0).unwrap());
+        let e = refused(s.raw().all_reduce_scaled(host(1), 1, DataType::Int32, 2.0));
         assert!(e.contains("cannot be scaled"), "{e}");
-        let finished = s.all_reduce_many(vec![OwnedReduction::Host(vec![1; 7])], F, ReduceOp::Sum).unwrap();
-        let finished = finished.wait_for(Duration::MAX).unwrap().unwrap();
-        assert!(finished.result.unwrap_err().to_string().contains("not whole fp32 elements"));
-        assert!(matches!(&finished.buffers[..], [OwnedReduction::Host(b)] if *b == [1; 7]));
+        let finished = s.raw().all_reduce_many(vec![OwnedReduction::Host(vec![1; 7])], F, ReduceOp::Sum);
+        let Progress::Failed(failed) = finished.wait_for(Duration::MAX) else { panic!("it is not refused") };
+        assert!(failed.to_string().contains("not whole fp32 elements"));
+        assert!(matches!(&failed.buffers[..], [OwnedReduction::Host(b)] if *b == [1; 7]));
         let t = tensor(&comm, &[0; 64]);
         let mut group = s.group();
         assert!(group.send(t.clone(), 60, 2, F, 0).unwrap_err().to_string().contains("not inside a tensor"));
@@ -215,9 +217,9 @@ fn what_cannot_be_is_refused_by_the_request_and_the_stream_goes_on() {
         } else {
             group.recv(t.clone(), 0, 5, F, 0).unwrap();
         }
-        let e = group.run().unwrap().wait().unwrap_err().to_string();
+        let e = group.run().wait().unwrap_err().to_string();
         assert!(e.contains("send 0 of rank 0 to rank 1 is 16 bytes of fp32, the receive there is 20"), "{e}");
-        s.barrier().unwrap().wait().unwrap();
+        s.barrier().wait().unwrap();
         comm.barrier().unwrap();
     });
 }
@@ -229,7 +231,7 @@ fn streams_run_side_by_side_and_in_order() {
         let sum = |k: f32| (0..3).map(|r| r as f32 + k).sum::<f32>();
         let mut streams: Vec<_> = (0..Communicator::STREAMS).map(|i| comm.stream(i).unwrap()).collect();
         for round in 0..20u32 {
-            let mut requests: Vec<(f32, Request)> = Vec::new();
+            let mut requests: Vec<(f32, Pending)> = Vec::new();
             for (i, stream) in streams.iter_mut().enumerate() {
                 for k in 0..3 {
                     let count = [1usize, 1000, 70_000][(round as usize + i + k) % 3];
@@ -238,11 +240,11 @@ fn streams_run_side_by_side_and_in_order() {
                     let buffers = if (i + k) % 2 == 0 {
                         Buffers::HostInPlace(mine)
                     } else {
-                        let t = Arc::new(comm.tensor(mine.len() as u64).unwrap());
+                        let t = Arc::new(comm.allocate(mine.len() as u64).unwrap());
                         t.write(0, &mine).unwrap();
                         Buffers::in_place(&t)
                     };
-                    let r = stream.all_reduce(buffers, count as u64, DataType::Fp32, ReduceOp::Sum).unwrap();
+                    let r = stream.raw().all_reduce(buffers, count as u64, DataType::Fp32, ReduceOp::Sum);
                     requests.push((sum(salt), r));
                 }
             }
@@ -252,7 +254,7 @@ fn streams_run_side_by_side_and_in_order() {
             }
             // A blocking call in the middle overtakes nothing and waits for nothing of the streams.
             let mut ones = bytes_of(&[1.0; 10]);
-            comm.all_reduce(Io::HostInPlace(&mut ones), 10, DataType::Fp32, ReduceOp::Sum).unwrap();
+            comm.raw().all_reduce(Io::HostInPlace(&mut ones), 10, DataType::Fp32, ReduceOp::Sum).unwrap();
             assert_eq!(values_of(&ones), [n; 10]);
             for (expected, r) in requests {
                 assert!(values(r.wait().unwrap()).iter().all(|v| *v == expected), "rank {rank} round {round}");
@@ -265,29 +267,26 @@ fn streams_run_side_by_side_and_in_order() {
         let me = rank as f32;
         let f = DataType::Fp32;
         let gather = Buffers::Host { src: bytes_of(&[me]), dst: vec![0; 12] };
-        let cases: Vec<(Request, Vec<f32>)> = vec![
-            (s.all_gather(gather, 1, f).unwrap(), vec![0.0, 1.0, 2.0]),
-            (s.reduce_scatter(blocks(me), 1, f, ReduceOp::Max).unwrap(), vec![2.0, 0.0, 0.0]),
-            (s.broadcast(blocks(me), 3, f, 2).unwrap(), vec![2.0; 3]),
-            (
-                s.reduce(blocks(me), 3, f, ReduceOp::Sum, 1).unwrap(),
-                if rank == 1 { vec![3.0; 3] } else { vec![0.0; 3] },
-            ),
-            (s.all_to_all(blocks(me), 1, f).unwrap(), vec![0.0, 1.0, 2.0]),
-            (s.send_recv(blocks(me), 3, f, ring).unwrap(), vec![((rank + 2) % 3) as f32; 3]),
+        let cases: Vec<(Pending, Vec<f32>)> = vec![
+            (s.raw().all_gather(gather, 1, f), vec![0.0, 1.0, 2.0]),
+            (s.raw().reduce_scatter(blocks(me), 1, f, ReduceOp::Max), vec![2.0, 0.0, 0.0]),
+            (s.raw().broadcast(blocks(me), 3, f, 2), vec![2.0; 3]),
+            (s.raw().reduce(blocks(me), 3, f, ReduceOp::Sum, 1), if rank == 1 { vec![3.0; 3] } else { vec![0.0; 3] }),
+            (s.raw().all_to_all(blocks(me), 1, f), vec![0.0, 1.0, 2.0]),
+            (s.raw().send_recv(blocks(me), 3, f, ring), vec![((rank + 2) % 3) as f32; 3]),
         ];
         for (i, (mut r, expected)) in cases.into_iter().enumerate() {
             let done = loop {
-                match r.test().unwrap() {
-                    Ok(done) => break done,
-                    Err(still) => r = still,
+                match r.test() {
+                    Progress::Done(buffers) => break buffers,
+                    Progress::Failed(failed) => panic!("case {i}: {failed}"),
+                    Progress::Running(still) => r = still,
                 }
                 std::thread::yield_now();
             };
-            done.result.unwrap();
-            assert_eq!(values(done.buffers), expected, "case {i}");
+            assert_eq!(values(done), expected, "case {i}");
         }
-        s.barrier().unwrap().wait().unwrap();
+        s.barrier().wait().unwrap();
         // Ranks leave together.
         comm.barrier().unwrap();
     });
@@ -298,10 +297,10 @@ fn streams_run_side_by_side_and_in_order() {
 fn a_request_need_not_be_waited_for() {
     world(2, &config(), |mut comm| {
         let mut s = comm.stream(2).unwrap();
-        let t = Arc::new(comm.tensor(4000).unwrap());
+        let t = Arc::new(comm.allocate(4000).unwrap());
         t.write(0, &bytes_of(&[1.0; 1000])).unwrap();
         for _ in 0..10 {
-            drop(s.all_reduce(Buffers::in_place(&t), 1000, DataType::Fp32, ReduceOp::Sum).unwrap());
+            drop(s.raw().all_reduce(Buffers::in_place(&t), 1000, DataType::Fp32, ReduceOp::Sum));
         }
         // Dropping the stream ends what was issued.
         drop(s);
@@ -322,7 +321,7 @@ fn a_late_peer_fails_the_stream_and_is_named() {
         comm.barrier().unwrap();
         if comm.rank() == 1 {
             failed.wait();
-            let e = s.barrier().unwrap().wait().unwrap_err().to_string();
+            let e = s.barrier().wait().unwrap_err().to_string();
             assert!(
                 e.contains("failed on rank 1") && e.contains("timed out on rank 0") && e.contains("rank 1 ("),
                 "{e}"
@@ -331,8 +330,10 @@ fn a_late_peer_fails_the_stream_and_is_named() {
             return;
         }
         s.set_timeout(Duration::from_millis(500));
-        let running = s.barrier().unwrap();
-        let running = running.wait_for(Duration::from_millis(50)).unwrap().unwrap_err();
+        let running = s.barrier();
+        let Progress::Running(running) = running.wait_for(Duration::from_millis(50)) else {
+            panic!("nobody else came")
+        };
         let now: Vec<_> = comm.flight().into_iter().filter(|(lane, _)| *lane == 2).collect();
         assert_eq!(now.len(), 1, "{now:?}");
         assert_eq!(now[0].1.state, State::Running);

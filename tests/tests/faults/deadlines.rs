@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hw_bridge::group::flight::State;
 use sandbox::error::Error;
 use sandbox::status::Status;
-use wccl::{DataType, Io, Peers, RuntimeConfig, Tensor};
+use wccl::{DataType, DeviceMemory, Io, Peers, Progress, RuntimeConfig};
 
 use crate::common::{config, world};
 
@@ -25,7 +25,7 @@ fn a_deadline_of_zero_does_not_wait_for_who_has_not_come() {
                 return;
             }
             let e = if streamed {
-                s.within(Duration::ZERO).barrier().unwrap().wait().unwrap_err()
+                s.within(Duration::ZERO).barrier().wait().unwrap_err().error
             } else {
                 comm.within(Duration::ZERO).barrier().unwrap_err()
             };
@@ -68,8 +68,8 @@ fn a_deadline_without_end_is_one() {
         patient.barrier().unwrap();
         drop(patient);
         assert_eq!(comm.timeout(), config().timeout);
-        let r = s.within(Duration::MAX).barrier().unwrap();
-        r.wait_for(Duration::MAX).unwrap().unwrap().result.unwrap();
+        let r = s.within(Duration::MAX).barrier();
+        assert!(matches!(r.wait_for(Duration::MAX), Progress::Done(())));
         comm.barrier().unwrap();
     });
 }
@@ -123,12 +123,12 @@ fn a_long_copy_does_not_time_out_the_rank_that_waits_for_it() {
             let rank = comm.rank();
             let peers = if rank == 0 { Peers { dst: Some(1), src: None } } else { Peers { dst: None, src: Some(0) } };
             // Fresh pages each time: the copy takes several times as long.
-            let tensors = [(); 2].map(|()| comm.tensor(BYTES).unwrap());
-            let mut send = |t: &Tensor, deadline| {
+            let tensors = [(); 2].map(|()| comm.allocate(BYTES).unwrap());
+            let mut send = |t: &DeviceMemory, deadline| {
                 comm.barrier().unwrap();
                 let begun = Instant::now();
                 let io = Io::device(t, t);
-                comm.within(deadline).send_recv(io, BYTES, DataType::Uint8, peers).map(|()| begun.elapsed())
+                comm.within(deadline).raw().send_recv(io, BYTES, DataType::Uint8, peers).map(|()| begun.elapsed())
             };
             let took = send(&tensors[0], Duration::MAX).unwrap();
             // Only the sender waits.

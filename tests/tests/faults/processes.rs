@@ -134,8 +134,8 @@ fn a_communicator_starts_connected_along_its_rings_only() {
             (0..n).filter(|r| *r != rank && comm.core().endpoint.linked(*r)).collect()
         };
         assert_eq!(linked(&comm), along);
-        let t = comm.tensor(1 << 20).unwrap();
-        comm.all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap();
+        let t = comm.allocate(1 << 20).unwrap();
+        comm.raw().all_reduce(Io::in_place(&t), 1 << 18, DataType::Fp32, ReduceOp::Sum).unwrap();
         assert_eq!(linked(&comm).len(), n - 1);
     });
 }
@@ -159,7 +159,7 @@ fn nothing_works_for_a_connected_p2p_edge() {
         let calls = comm.runtime().component_calls();
         let mut buf = vec![1u8; 100_000];
         for _ in 0..20 {
-            comm.all_gather(Io::HostInPlace(&mut buf), 50_000, DataType::Uint8).unwrap();
+            comm.raw().all_gather(Io::HostInPlace(&mut buf), 50_000, DataType::Uint8).unwrap();
         }
         assert_eq!(comm.runtime().component_calls(), calls);
         assert_eq!((tenant.counters.host_calls(), tenant.tasks_alive()), (host_calls, 0));

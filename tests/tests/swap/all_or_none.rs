@@ -119,7 +119,7 @@ struct Job {
 fn reduce(comm: &mut Communicator, stop: bool, ops: u32) -> bool {
     let count = [1, 33, 3000][ops as usize % 3];
     let mut bytes = reduction::filled(comm.rank(), count, ops, stop);
-    comm.all_reduce(Io::HostInPlace(&mut bytes), count as u64, DataType::Uint32, ReduceOp::Sum).unwrap();
+    comm.raw().all_reduce(Io::HostInPlace(&mut bytes), count as u64, DataType::Uint32, ReduceOp::Sum).unwrap();
     reduction::checked(&bytes, comm.nranks(), ops).unwrap()
 }
 
@@ -668,11 +668,11 @@ fn streams_groups_and_new_communicators_are_swapped_with() {
             Err(_) => return,
         };
         let n = comm.nranks();
-        let t = Arc::new(comm.tensor(4096).unwrap());
+        let t = Arc::new(comm.allocate(4096).unwrap());
         for _ in 0..400 {
             t.write(0, &1u32.to_le_bytes().repeat(1024)).unwrap();
-            let request = stream.all_reduce(Buffers::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
-            let other = comm.tensor(64).unwrap();
+            let request = stream.raw().all_reduce(Buffers::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum);
+            let other = comm.allocate(64).unwrap();
             let (next, before) = ((comm.rank() + 1) % n, (comm.rank() + n - 1) % n);
             let mut group = comm.group();
             group.send(&other, 0, 4, DataType::Uint32, next).unwrap();
@@ -731,7 +731,7 @@ fn rings_change_on_all_ranks_between_the_same_two_operations() {
         move |comm, op| {
             let (rank, n) = (comm.rank(), comm.nranks() as u32);
             first.get_or_init(|| comm.rings());
-            let t = Arc::new(comm.tensor(4096).unwrap());
+            let t = Arc::new(comm.allocate(4096).unwrap());
             let ones = || t.write(0, &1u32.to_le_bytes().repeat(1024)).unwrap();
             let sums = || {
                 let mut out = vec![0; 4096];
@@ -739,18 +739,14 @@ fn rings_change_on_all_ranks_between_the_same_two_operations() {
                 assert_eq!(out, n.to_le_bytes().repeat(1024));
             };
             ones();
-            comm.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+            comm.raw().all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
             sums();
             // The stream's lane is idle most of the time.
             if op % 16 == 0 {
                 let taken = streams.lock().unwrap().remove(&rank);
                 let mut stream = taken.unwrap_or_else(|| comm.stream(0).unwrap());
                 ones();
-                stream
-                    .all_reduce(Buffers::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum)
-                    .unwrap()
-                    .wait()
-                    .unwrap();
+                stream.raw().all_reduce(Buffers::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).wait().unwrap();
                 sums();
                 streams.lock().unwrap().insert(rank, stream);
             }

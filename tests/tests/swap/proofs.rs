@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
 use sandbox::error::Error;
 use tests::zoo;
-use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, Tensor};
+use wccl::{CommOptions, Communicator, DataType, DeviceMemory, Io, ReduceOp, Runtime};
 
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};
 
 /// One all-reduce of ones over `comm`, checked.
-fn reduce_ones(comm: &mut Communicator, t: &Tensor) {
+fn reduce_ones(comm: &mut Communicator, t: &DeviceMemory) {
     let count = t.len() / 4;
     t.write(0, &bytes_of(&vec![1.0; count as usize])).unwrap();
-    comm.all_reduce(Io::in_place(t), count, DataType::Fp32, ReduceOp::Sum).unwrap();
+    comm.raw().all_reduce(Io::in_place(t), count, DataType::Fp32, ReduceOp::Sum).unwrap();
     let mut out = vec![0; t.len() as usize];
     t.read(0, &mut out).unwrap();
     let n = comm.nranks() as f32;
@@ -30,7 +30,7 @@ fn orders(info: &CommInfo) -> Vec<Vec<i32>> {
 #[test]
 fn no_component_call_in_the_steady_state() {
     world(2, &config(), |mut comm| {
-        let t = comm.tensor(64).unwrap();
+        let t = comm.allocate(64).unwrap();
         let runtime = comm.runtime().clone();
         let after_init = runtime.component_calls();
         assert!(after_init > 20, "init crosses the boundary: {after_init}");
@@ -38,7 +38,7 @@ fn no_component_call_in_the_steady_state() {
         comm.barrier().unwrap();
         let warm = runtime.component_calls();
         for _ in 0..50_000 {
-            comm.all_reduce(Io::in_place(&t), 16, DataType::Fp32, ReduceOp::Max).unwrap();
+            comm.raw().all_reduce(Io::in_place(&t), 16, DataType::Fp32, ReduceOp::Max).unwrap();
             comm.barrier().unwrap();
         }
         assert_eq!(runtime.component_calls(), warm);
@@ -59,7 +59,7 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
     c.limits.restarts = 2;
     c.limits.restart_pause = Duration::ZERO;
     world(2, &c, |mut comm| {
-        let t = comm.tensor(1 << 20).unwrap();
+        let t = comm.allocate(1 << 20).unwrap();
         let planned = comm.query_info().unwrap();
         let id = comm.runtime().unique_id(1).unwrap();
         for round in 0..200 {
@@ -139,7 +139,7 @@ fn a_task_serves_with_a_moved_listener() {
             let runtime = runtime.clone();
             std::thread::spawn(move || {
                 let mut comm = runtime.init_comm(CommOptions::with_id(id, rank, 2)).unwrap();
-                let t = comm.tensor(400).unwrap();
+                let t = comm.allocate(400).unwrap();
                 reduce_ones(&mut comm, &t);
             })
         })

@@ -42,9 +42,9 @@ fn committed(report: Option<Report>) {
 }
 
 fn sum_of_ones(comm: &mut Communicator) {
-    let t = comm.tensor(4096).unwrap();
+    let t = comm.allocate(4096).unwrap();
     t.write(0, &bytes_of(&[1.0; 1024])).unwrap();
-    comm.all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum).unwrap();
+    comm.raw().all_reduce(Io::in_place(&t), 1024, DataType::Fp32, ReduceOp::Sum).unwrap();
     let mut out = vec![0; 4096];
     t.read(0, &mut out).unwrap();
     let n = comm.nranks() as f32;

@@ -321,13 +321,13 @@ fn each_limit_refuses_one_tenant_and_not_its_neighbour() {
     assert!(e.contains("tenant red asked for one more communicator; limits.communicators grants 1"), "{e}");
     drop(comm);
     let comm = alone(&red).unwrap();
-    let (_kept, e) = (comm.tensor(48 << 20).unwrap(), comm.tensor(48 << 20).unwrap_err());
+    let (_kept, e) = (comm.allocate(48 << 20).unwrap(), comm.allocate(48 << 20).unwrap_err());
     assert!(matches!(e, Error::Limit(_)), "{e:?}");
     let says = "tenant red asked for 50331648 bytes of device memory; devices.hbm grants 64 MiB: device memory is full";
     assert!(e.to_string().contains(says), "{e}");
     assert_eq!(refusals(&red), [("limits.communicators", 1), ("devices.hbm", 1)].into());
     let red = opened("red", "[devices]\ncores = [0]");
-    assert!(alone(&red).unwrap().tensor(1).unwrap_err().to_string().contains("devices.hbm grants 0 B"));
+    assert!(alone(&red).unwrap().allocate(1).unwrap_err().to_string().contains("devices.hbm grants 0 B"));
 }
 
 /// What is logged of background tasks says whose they are, and is within the tenant's rate: what they write, that their
@@ -618,7 +618,8 @@ fn tenants_with_a_range_of_ports_work_side_by_side() {
                 for round in 0..20 {
                     let src = bytes_of(&[(rank + round) as f32; 1000]);
                     let mut dst = vec![0; 4000];
-                    comm.all_reduce(Io::Host { src: &src, dst: &mut dst }, 1000, DataType::Fp32, ReduceOp::Sum)
+                    comm.raw()
+                        .all_reduce(Io::Host { src: &src, dst: &mut dst }, 1000, DataType::Fp32, ReduceOp::Sum)
                         .unwrap();
                     assert!(values_of(&dst).iter().all(|v| *v == (3 + 3 * round) as f32));
                 }

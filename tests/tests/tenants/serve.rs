@@ -246,28 +246,28 @@ fn groups_and_streams_work_in_a_served_process() {
     let server = place.serve();
     world_at(&place.root("red"), 4, &place.client("red"), |mut comm| {
         let rank = comm.rank();
-        let t = comm.tensor(4096).unwrap();
+        let t = comm.allocate(4096).unwrap();
         t.write(0, &(rank as u32).to_le_bytes().repeat(1024)).unwrap();
-        let first = |t: &wccl::Tensor| {
+        let first = |t: &wccl::DeviceMemory| {
             let mut b = [0; 4];
             t.read(0, &mut b).unwrap();
             u32::from_le_bytes(b)
         };
         let mut half = comm.split(Some(rank as u32 % 2), 0).unwrap().unwrap();
         // A tensor of the whole serves in the part.
-        half.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+        half.raw().all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
         assert_eq!(first(&t), if rank.is_multiple_of(2) { 2 } else { 4 });
         let mut stream = comm.stream(0).unwrap();
-        stream.barrier().unwrap().wait().unwrap();
+        stream.barrier().wait().unwrap();
         let mut private = vec![1u8; 100_000];
-        comm.all_reduce(Io::HostInPlace(&mut private), 100_000, DataType::Uint8, ReduceOp::Sum).unwrap();
+        comm.raw().all_reduce(Io::HostInPlace(&mut private), 100_000, DataType::Uint8, ReduceOp::Sum).unwrap();
         assert!(private.iter().all(|v| *v == 4));
         assert_eq!(comm.peer_device_id((rank as i32 + 1) % 4).unwrap(), (rank as i32 + 1) % 4);
         comm.barrier().unwrap();
         if rank < 3 {
             let mut fewer = comm.shrink(&[3]).unwrap();
             t.write(0, &1u32.to_le_bytes().repeat(1024)).unwrap();
-            fewer.all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
+            fewer.raw().all_reduce(Io::in_place(&t), 1024, DataType::Uint32, ReduceOp::Sum).unwrap();
             assert_eq!(first(&t), 3);
         }
         let e = comm.set_affinity(None, 0).unwrap_err().to_string();
@@ -459,9 +459,9 @@ fn leases_are_exclusive_and_within_the_policy() {
     };
     let comm = alone("red").unwrap();
     assert_eq!(comm.logical_core(), 5);
-    let e = comm.tensor(1 << 30).unwrap_err().to_string();
+    let e = comm.allocate(1 << 30).unwrap_err().to_string();
     assert!(e.contains("device memory is full") && e.contains("of 268435456 bytes"), "{e}");
-    let t = comm.tensor(100).unwrap();
+    let t = comm.allocate(100).unwrap();
     t.write(0, &[7; 100]).unwrap();
     let e = alone("red").unwrap_err().to_string();
     assert!(e.contains("core 5 is leased to another runtime (tenant red, pid"), "{e}");
@@ -473,7 +473,7 @@ fn leases_are_exclusive_and_within_the_policy() {
     // The next one finds it zeroed.
     let next = alone("blue").unwrap();
     let mut seen = [1; 100];
-    next.tensor(100).unwrap().read(0, &mut seen).unwrap();
+    next.allocate(100).unwrap().read(0, &mut seen).unwrap();
     assert_eq!(seen, [0; 100]);
     drop(next);
     let e = refusal_of_two(&place);
@@ -802,7 +802,7 @@ fn memory_that_is_kept_mapped_is_not_the_next_holders() {
         runtime.init_comm(CommOptions::with_id(id, 0, 1)).unwrap()
     };
     let first = alone("red");
-    let t = first.tensor(4096).unwrap();
+    let t = first.allocate(4096).unwrap();
     let mark = format!("the memory of a lease of {}", std::process::id());
     t.write(0, mark.as_bytes()).unwrap();
     let kept = kept(mark.as_bytes());
@@ -810,7 +810,7 @@ fn memory_that_is_kept_mapped_is_not_the_next_holders() {
     for holder in ["blue", "red"] {
         let next = alone(holder);
         assert_eq!(next.logical_core(), 5);
-        let t = next.tensor(4096).unwrap();
+        let t = next.allocate(4096).unwrap();
         // SAFETY: it is mapped, has more bytes, and this thread alone uses it.
         unsafe { kept.base().write_bytes(0xee, 4096) };
         let mut seen = [1; 4096];

@@ -30,12 +30,15 @@ fn tenants_of_other_weights_and_caps_get_right_results_side_by_side() {
                         let mine: Vec<f32> = (0..count).map(|i| (i % 97 + comm.rank() + round) as f32).collect();
                         let both: Vec<f32> = (0..count).map(|i| (2 * (i % 97 + round) + 1) as f32).collect();
                         let mut private = bytes_of(&mine);
-                        comm.all_reduce(Io::HostInPlace(&mut private), count as u64, DataType::Fp32, ReduceOp::Sum)
+                        comm.raw()
+                            .all_reduce(Io::HostInPlace(&mut private), count as u64, DataType::Fp32, ReduceOp::Sum)
                             .unwrap();
                         assert!(values_of(&private) == both, "tenant {id}, {count} elements of private memory");
-                        let tensor = comm.tensor(count as u64 * 4).unwrap();
+                        let tensor = comm.allocate(count as u64 * 4).unwrap();
                         tensor.write(0, &bytes_of(&mine)).unwrap();
-                        comm.all_reduce(Io::in_place(&tensor), count as u64, DataType::Fp32, ReduceOp::Avg).unwrap();
+                        comm.raw()
+                            .all_reduce(Io::in_place(&tensor), count as u64, DataType::Fp32, ReduceOp::Avg)
+                            .unwrap();
                         let mut back = vec![0; count * 4];
                         tensor.read(0, &mut back).unwrap();
                         let halves: Vec<f32> = both.iter().map(|v| v / 2.0).collect();
@@ -55,7 +58,7 @@ fn a_cap_is_no_time_out() {
     let patient = RuntimeConfig { timeout: Duration::from_secs(1), ..tenant(11, capped) };
     world(2, &patient, |mut comm| {
         let mut ones = bytes_of(&vec![1.0; 2 << 20]);
-        comm.all_reduce(Io::HostInPlace(&mut ones), 2 << 20, DataType::Fp32, ReduceOp::Sum).unwrap();
+        comm.raw().all_reduce(Io::HostInPlace(&mut ones), 2 << 20, DataType::Fp32, ReduceOp::Sum).unwrap();
         assert!(values_of(&ones).iter().all(|v| *v == 2.0));
     });
 }
@@ -82,7 +85,7 @@ fn an_abort_ends_the_wait_for_a_cap() {
             abort.abort("enough");
         });
         let mut ones = vec![1; 16 << 20];
-        let e = comm.all_reduce(Io::HostInPlace(&mut ones), 4 << 20, DataType::Fp32, ReduceOp::Sum).unwrap_err();
+        let e = comm.raw().all_reduce(Io::HostInPlace(&mut ones), 4 << 20, DataType::Fp32, ReduceOp::Sum).unwrap_err();
         aborter.join().unwrap();
         // Whichever rank was aborted first says so to the other.
         assert!(e.to_string().contains("enough"), "{e}");
@@ -100,7 +103,7 @@ fn operations_in_progress_are_bounded_by_the_slots() {
         assert!(sentence.contains("2 operations in progress") && sentence.contains("share.proxy-slots"), "{sentence}");
         // It is still there for whoever frees a slot, and the communicator goes on.
         drop(stream);
-        comm.stream(1).unwrap().barrier().unwrap().wait().unwrap();
+        comm.stream(1).unwrap().barrier().wait().unwrap();
         comm.barrier().unwrap();
     });
 }

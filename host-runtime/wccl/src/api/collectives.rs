@@ -13,8 +13,8 @@ use hw_bridge::exec::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 
 use crate::api::communicator::Communicator;
+use crate::api::memory::{DeviceMemory, Io, Shape, resolve};
 use crate::api::runtime::Runtime;
-use crate::api::tensor::{Io, Shape, Tensor, resolve};
 use crate::plane::host::bad;
 use crate::plane::{Plane, Seat};
 use enc::table::{Policy, Why};
@@ -32,10 +32,10 @@ pub struct Peers {
 }
 
 /// One of the reductions of [`Communicator::all_reduce_many`].
-pub type Reduction<'a> = ReductionOf<&'a Tensor, &'a mut [u8]>;
+pub type Reduction<'a> = ReductionOf<&'a DeviceMemory, &'a mut [u8]>;
 
 /// One of the reductions of [`crate::Stream::all_reduce_many`], which owns them meanwhile.
-pub type OwnedReduction = ReductionOf<Arc<Tensor>, Vec<u8>>;
+pub type OwnedReduction = ReductionOf<Arc<DeviceMemory>, Vec<u8>>;
 
 /// A reduction among many: what it holds, a tensor `T` or private memory `B`, is the input, and becomes the result.
 #[derive(Debug)]
@@ -53,7 +53,7 @@ pub enum ReductionOf<T, B> {
     Host(B),
 }
 
-impl<T: Deref<Target = Tensor>, B: Deref<Target = [u8]>> ReductionOf<T, B> {
+impl<T: Deref<Target = DeviceMemory>, B: Deref<Target = [u8]>> ReductionOf<T, B> {
     /// Whether it is whole elements, and inside its tensor.
     fn fits(&self, dtype: DataType) -> bool {
         match self {
@@ -155,144 +155,6 @@ pub(super) fn call(op: Op, dtype: DataType, count: u64) -> Call {
 }
 
 impl Communicator {
-    /// Every rank gets the reduction of all inputs. `count` elements each.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
-    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Stopped`]
-    /// when the control plane is gone. All collectives alike.
-    pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
-    }
-
-    /// Every rank gets all inputs, in rank order. `count` elements of each rank.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn all_gather(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
-        self.engine.collective(io, None, call(Op::AllGather, dtype, count))
-    }
-
-    /// Rank r gets block r of the reduction. `count` elements of output; the input has that times the ranks.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn reduce_scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
-    }
-
-    /// Every rank gets the root's input. `count` elements.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn broadcast(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { root, ..call(Op::Broadcast, dtype, count) })
-    }
-
-    /// The root gets the reduction of all inputs. `count` elements.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp, root: usize) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
-    }
-
-    /// Rank r gets block r of every rank, in rank order. `count` elements a block. In place on all ranks or on none.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn all_to_all(&mut self, io: Io<'_>, count: u64, dtype: DataType) -> Result<(), Error> {
-        self.engine.collective(io, None, call(Op::AllToAll, dtype, count))
-    }
-
-    /// Sends the input to one rank and receives the output from one. All ranks call it, whether or not they send or
-    /// receive; `count` elements either way.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn send_recv(&mut self, io: Io<'_>, count: u64, dtype: DataType, peers: Peers) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
-    }
-
-    /// Nobody leaves before all have come.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn barrier(&mut self) -> Result<(), Error> {
-        self.engine.collective(Io::Host { src: &[], dst: &mut [] }, None, call(Op::Barrier, DataType::Uint8, 0))
-    }
-
-    /// The root gets all inputs, in rank order. `count` elements of each rank; in place on the root, its input is its block
-    /// of the output.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn gather(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { root, ..call(Op::Gather, dtype, count) })
-    }
-
-    /// Rank r gets block r of the root's input. `count` elements a block; in place on the root, its output is its block of
-    /// the input.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`].
-    pub fn scatter(&mut self, io: Io<'_>, count: u64, dtype: DataType, root: usize) -> Result<(), Error> {
-        self.engine.collective(io, None, Call { root, ..call(Op::Scatter, dtype, count) })
-    }
-
-    /// Every rank gets all inputs, in rank order. `counts[r]` elements of rank r (0 is fine); the same list on all ranks.
-    ///
-    /// The first call with a list compiles its schedule; some dozens are kept, found by the list, whose comparison is what a
-    /// repeated call pays. The same for the other forms with lists.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`]; another list on another rank is a mismatch.
-    pub fn all_gather_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType) -> Result<(), Error> {
-        self.engine.counted(io, call(Op::AllGatherV, dtype, 0), counts)
-    }
-
-    /// Rank r gets part r of the reduction. `counts[r]` elements of output on rank r (0 is fine); the input has all parts in
-    /// rank order; the same list on all ranks.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_gather_v`].
-    pub fn reduce_scatter_v(&mut self, io: Io<'_>, counts: &[u64], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.engine.counted(io, Call { redop: op, ..call(Op::ReduceScatterV, dtype, 0) }, counts)
-    }
-
-    /// Sends `send[r]` elements to rank r and receives `recv[r]` elements from it; blocks lie in rank order without gaps, and
-    /// may be empty. Not in place.
-    ///
-    /// A buffer that is too short on this rank is refused here alone, before anything is exchanged.
-    ///
-    /// Ranks know only their own counts, so the call begins with a small exchange of all counts (16 bytes a rank and peer,
-    /// one hop, one operation of its own in the counters), after which a schedule is looked up by them.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`]. Counts that do not fit are an [`Error::Usage`] on all ranks that names both sides;
-    /// nothing has moved, and the communicator goes on.
-    pub fn all_to_all_v(&mut self, io: Io<'_>, send: &[u64], recv: &[u64], dtype: DataType) -> Result<(), Error> {
-        self.engine.all_to_all_v(io, send, recv, dtype)
-    }
-
-    /// Sends the input from rank a to rank b for every pair (a, b), the same pairs on all ranks; a rank sends once at most and
-    /// receives once at most. `count` elements a pair. Not in place. Ranks in no pair pass without waiting.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_gather_v`].
-    pub fn permute(&mut self, io: Io<'_>, count: u64, dtype: DataType, pairs: &[(usize, usize)]) -> Result<(), Error> {
-        self.engine.permute(io, call(Op::Permute, dtype, count), pairs)
-    }
-
-    /// Reduces many small buffers in place as if one after the other, packed into few operations: those of up to 64 KiB share
-    /// them, in private memory; larger ones go by themselves. The same sizes in the same order on all ranks.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`]. After an error some of the buffers hold their results and some do not.
-    pub fn all_reduce_many(&mut self, items: &mut [Reduction<'_>], dtype: DataType, op: ReduceOp) -> Result<(), Error> {
-        self.engine.all_reduce_many(items, dtype, op)
-    }
-
     /// Uses `algorithm` from the next call on wherever it serves, as `WCCL_ALGO` does; `None` leaves the choice to table and
     /// rule. All ranks set the same at the same point: a difference is an error of the call.
     pub fn set_algorithm(&mut self, algorithm: Option<Algorithm>) {
@@ -348,6 +210,10 @@ impl Engine {
         Ok(())
     }
 
+    pub(super) fn barrier(&mut self) -> Result<(), Error> {
+        self.collective(Io::Host { src: &[], dst: &mut [] }, None, call(Op::Barrier, DataType::Uint8, 0))
+    }
+
     /// A call with a count for each rank.
     pub(super) fn counted(&mut self, io: Io<'_>, call: Call, counts: &[u64]) -> Result<(), Error> {
         let count = self.check_counts(call.op, counts, call.dtype)?;
@@ -376,7 +242,7 @@ impl Engine {
         op: ReduceOp,
     ) -> Result<(), Error>
     where
-        T: Deref<Target = Tensor>,
+        T: Deref<Target = DeviceMemory>,
         B: DerefMut<Target = [u8]>,
     {
         // All are looked at before the first one moves.
@@ -422,7 +288,7 @@ impl Engine {
     /// Reduces items as one, in `pack`, which has room for just these.
     fn reduce_packed<T, B>(&mut self, items: &mut [ReductionOf<T, B>], pack: &mut [u8], call: Call) -> Result<(), Error>
     where
-        T: Deref<Target = Tensor>,
+        T: Deref<Target = DeviceMemory>,
         B: DerefMut<Target = [u8]>,
     {
         let mut rest = &mut *pack;
@@ -779,45 +645,5 @@ fn check_scale(call: &Call, scale: Option<f32>) -> Result<(), Error> {
             call.dtype
         ))),
         _ => Ok(()),
-    }
-}
-
-/// Pre-scaled sums (NCCL's PreMulSum): the result is the sum over the ranks, in rank order, of each rank's `scale` times
-/// its elements, computed in f32 and rounded once (along a ring: in ring order, each partial sum rounded). Each rank passes a
-/// scale of its own; different ones are no mismatch.
-/// Float types only.
-impl Communicator {
-    /// [`Communicator::all_reduce`] with a scale of this rank.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce`], and [`Error::Usage`] for an integer type.
-    pub fn all_reduce_scaled(&mut self, io: Io<'_>, count: u64, dtype: DataType, scale: f32) -> Result<(), Error> {
-        let redop = ReduceOp::PreMulSum;
-        self.engine.collective(io, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
-    }
-
-    /// [`Communicator::reduce_scatter`] with a scale of this rank.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce_scaled`].
-    pub fn reduce_scatter_scaled(&mut self, io: Io<'_>, count: u64, dtype: DataType, scale: f32) -> Result<(), Error> {
-        let redop = ReduceOp::PreMulSum;
-        self.engine.collective(io, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
-    }
-
-    /// [`Communicator::reduce`] with a scale of this rank.
-    ///
-    /// # Errors
-    /// As [`Communicator::all_reduce_scaled`].
-    pub fn reduce_scaled(
-        &mut self,
-        io: Io<'_>,
-        count: u64,
-        dtype: DataType,
-        root: usize,
-        scale: f32,
-    ) -> Result<(), Error> {
-        let redop = ReduceOp::PreMulSum;
-        self.engine.collective(io, Some(scale), Call { root, redop, ..call(Op::Reduce, dtype, count) })
     }
 }

@@ -9,9 +9,9 @@ use hw_bridge::limits::LANES;
 
 use crate::api::collectives::Engine;
 use crate::api::groups::Groups;
+use crate::api::memory::DeviceMemory;
 use crate::api::runtime::Runtime;
 use crate::api::streams::Stream;
-use crate::api::tensor::Tensor;
 use crate::config::RuntimeConfig;
 use crate::launched::Launched;
 use crate::plane::Seat;
@@ -435,13 +435,13 @@ impl Communicator {
         self.plane.expand_connectivity("expand_connectivity", self.timeout())
     }
 
-    /// Allocates `bytes` of this core's device memory, zeroed.
+    /// Allocates `bytes` of this core's device memory, zeroed: a [`crate::Tensor`] without a type.
     ///
     /// # Errors
     /// [`Error::Memory`]; [`Error::Limit`] for more than the tenant's policy grants.
-    pub fn tensor(&self, bytes: u64) -> Result<Tensor, Error> {
+    pub fn allocate(&self, bytes: u64) -> Result<DeviceMemory, Error> {
         let found = self.core().endpoint.hbm().alloc(bytes);
-        self.runtime().tenant().may_allocate(bytes, found).map(Tensor)
+        self.runtime().tenant().may_allocate(bytes, found).map(DeviceMemory)
     }
 }
 

@@ -15,8 +15,8 @@ use hw_bridge::memory::hbm::HbmBuf;
 
 use crate::api::collectives::{Engine, call};
 use crate::api::communicator::Communicator;
-use crate::api::streams::{Request, Stream};
-use crate::api::tensor::Tensor;
+use crate::api::memory::DeviceMemory;
+use crate::api::streams::{Pending, Stream};
 use crate::plane::host::bad;
 use enc::{Call, Lists, Move};
 use sandbox::error::Error;
@@ -76,19 +76,19 @@ impl Entry {
 
 impl Communicator {
     /// Begins a group of sends and receives.
-    pub fn group<'t>(&mut self) -> Group<&mut Communicator, &'t Tensor> {
+    pub fn group<'t>(&mut self) -> Group<&mut Communicator, &'t DeviceMemory> {
         Group { core: self.core().clone(), issuer: self, words: Vec::new(), tensors: Vec::new() }
     }
 }
 
 impl Stream {
     /// As [`Communicator::group`], to be run in the background.
-    pub fn group(&mut self) -> Group<&mut Stream, Arc<Tensor>> {
+    pub fn group(&mut self) -> Group<&mut Stream, Arc<DeviceMemory>> {
         Group { core: self.core().clone(), issuer: self, words: Vec::new(), tensors: Vec::new() }
     }
 }
 
-impl<I, T: Deref<Target = Tensor>> Group<I, T> {
+impl<I, T: Deref<Target = DeviceMemory>> Group<I, T> {
     /// Sends `count` elements of `tensor` from byte `at` on to rank `peer`.
     ///
     /// # Errors
@@ -142,7 +142,7 @@ impl<I, T: Deref<Target = Tensor>> Group<I, T> {
     }
 }
 
-impl Group<&mut Communicator, &Tensor> {
+impl Group<&mut Communicator, &DeviceMemory> {
     /// Issues them. All ranks call it.
     ///
     /// # Errors
@@ -153,19 +153,19 @@ impl Group<&mut Communicator, &Tensor> {
     }
 }
 
-impl Group<&mut Stream, Arc<Tensor>> {
+impl Group<&mut Stream, Arc<DeviceMemory>> {
     /// Issues them in the background; the request gives the tensors back. All ranks call it.
     ///
     /// # Errors
     /// As [`Stream::all_reduce`]. What comes with the request is as in the blocking form.
-    pub fn run(self) -> Result<Request<Vec<Arc<Tensor>>>, Error> {
+    pub fn run(self) -> Pending<Vec<Arc<DeviceMemory>>> {
         let words = self.words;
         self.issuer.issue(Op::Group, self.tensors, move |engine, tensors| engine.group(&words, tensors))
     }
 }
 
 impl Engine {
-    fn group<T: Deref<Target = Tensor>>(&mut self, words: &[u64], tensors: &[T]) -> Result<(), Error> {
+    fn group<T: Deref<Target = DeviceMemory>>(&mut self, words: &[u64], tensors: &[T]) -> Result<(), Error> {
         self.check_ready(Op::Group)?;
         let (mut mine, mut all) = self.take_scratch();
         let schedule = self.group_schedule(words, &mut mine, &mut all);

@@ -1,25 +1,30 @@
 //! Operations in the background: several in flight, each stream in order.
 //!
 //! A [`Stream`] has a lane of the communicator and a thread, which sleeps while there is nothing to do. A call hands its
-//! buffers over and answers a [`Request`] at once; the buffers come back with the result. Nothing calls back.
+//! buffers over and answers a [`Pending`] at once, whatever is wrong with it; the buffers come back with the result. Nothing calls
+//! back.
 //!
 //! Every call goes through [`Stream::issue`], which takes whatever the blocking form does with its [`Engine`].
 //!
-//! A request that is dropped lets its operation run on; the buffers are freed when it has ended. A stream that is dropped
+//! A [`Pending`] that is dropped lets its operation run on; the buffers are freed when it has ended. A stream that is dropped
 //! ends what was issued first; to end it sooner, abort the communicator.
 
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::fmt::{Debug, Display, Formatter};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use hw_bridge::call::{DataType, Op, ReduceOp};
+use hw_bridge::call::{Op, ReduceOp};
+use hw_bridge::limits::WAIT_STEP;
+use hw_bridge::os::lock::lock;
 
-use crate::api::collectives::{Engine, OwnedReduction, Peers, call};
+use crate::api::buffer::{Buffer, BufferMut};
+use crate::api::collectives::{Engine, Peers};
 use crate::api::communicator::Within;
-use crate::api::tensor::{Io, Tensor};
+use crate::api::memory::{DeviceMemory, Io};
+use crate::api::raw::RawStream;
 use crate::plane::host::bad;
-use enc::Call;
 use sandbox::error::Error;
 use sandbox::objects::CommCore;
 
@@ -29,9 +34,9 @@ pub enum Buffers {
     /// Two places in device memory; they may be the same, as the in-place rules say.
     Device {
         /// Input and its first byte.
-        src: (Arc<Tensor>, u64),
+        src: (Arc<DeviceMemory>, u64),
         /// Output and its first byte.
-        dst: (Arc<Tensor>, u64),
+        dst: (Arc<DeviceMemory>, u64),
     },
     /// Private memory of the process.
     Host {
@@ -45,21 +50,21 @@ pub enum Buffers {
 }
 
 impl Buffers {
-    /// Two tensors.
-    pub fn device(src: &Arc<Tensor>, dst: &Arc<Tensor>) -> Buffers {
+    /// Two places.
+    pub fn device(src: &Arc<DeviceMemory>, dst: &Arc<DeviceMemory>) -> Buffers {
         Buffers::Device { src: (src.clone(), 0), dst: (dst.clone(), 0) }
     }
 
-    /// One tensor that is both.
-    pub fn in_place(t: &Arc<Tensor>) -> Buffers {
+    /// One place that is both.
+    pub fn in_place(t: &Arc<DeviceMemory>) -> Buffers {
         Buffers::device(t, t)
     }
 
-    fn none() -> Buffers {
+    pub(super) fn none() -> Buffers {
         Buffers::HostInPlace(Vec::new())
     }
 
-    fn io(&mut self) -> Io<'_> {
+    pub(super) fn io(&mut self) -> Io<'_> {
         match self {
             Buffers::Device { src, dst } => Io::Device { src: (&src.0, src.1), dst: (&dst.0, dst.1) },
             Buffers::Host { src, dst } => Io::Host { src, dst },
@@ -68,60 +73,156 @@ impl Buffers {
     }
 }
 
-/// How an operation ended: its buffers, and the error if it failed.
-#[derive(Debug)]
-pub struct Finished<B = Buffers> {
-    /// The buffers that were handed over.
+/// An operation that failed, and its buffers.
+pub struct Failed<B = Buffers> {
+    /// The buffers that were handed over, as the operation left them.
     pub buffers: B,
-    /// The result.
-    pub result: Result<(), Error>,
+    /// Why it failed.
+    pub error: Error,
+}
+
+/// Without the buffers, which may be large.
+impl<B> Debug for Failed<B> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Failed").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<B> Display for Failed<B> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        Display::fmt(&self.error, f)
+    }
+}
+
+impl<B> std::error::Error for Failed<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+impl<B> From<Failed<B>> for Error {
+    fn from(failed: Failed<B>) -> Error {
+        failed.error
+    }
+}
+
+/// How an operation in the background stands.
+#[derive(Debug)]
+pub enum Progress<B = Buffers> {
+    /// It is done; its buffers.
+    Done(B),
+    /// It has failed.
+    Failed(Failed<B>),
+    /// It runs, or has not begun.
+    Running(Pending<B>),
 }
 
 /// An operation in the background, which has the buffers `B` meanwhile.
 #[derive(Debug)]
-pub struct Request<B = Buffers> {
-    what: &'static str,
-    stream: usize,
-    rank: usize,
-    answer: Receiver<Finished<B>>,
+#[must_use = "its buffers come back with it"]
+pub struct Pending<B = Buffers>(Arc<Slot<B>>);
+
+/// Where an operation leaves what it was given.
+struct Slot<B> {
+    state: Mutex<State<B>>,
+    ended: Condvar,
 }
 
-impl<B> Request<B> {
-    fn lost(&self) -> Error {
-        Error::Bug(format!("stream {} of rank {} ended without an answer to {}", self.stream, self.rank, self.what))
+enum State<B> {
+    /// The operation has the buffers.
+    Out,
+    Ended(Result<B, Failed<B>>),
+}
+
+impl<B> Debug for Slot<B> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Slot").field("out", &matches!(*lock(&self.state), State::Out)).finish()
+    }
+}
+
+impl<B> Pending<B> {
+    /// Takes what came back, waiting until `until` for it; `None` waits until it has ended.
+    fn take(&self, until: Option<Instant>) -> Option<Result<B, Failed<B>>> {
+        let Slot { state, ended } = &*self.0;
+        let mut state = lock(state);
+        loop {
+            if let State::Ended(result) = std::mem::replace(&mut *state, State::Out) {
+                return Some(result);
+            }
+            let left = until.map_or(WAIT_STEP, |until| until.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return None;
+            }
+            state = ended.wait_timeout(state, left).unwrap_or_else(|p| p.into_inner()).0;
+        }
     }
 
-    /// Whether it has ended: the buffers and the result then, the request itself while it runs.
-    ///
-    /// # Errors
-    /// [`Error::Bug`] only; how the operation ended is in [`Finished`].
-    pub fn test(self) -> Result<Result<Finished<B>, Request<B>>, Error> {
-        match self.answer.try_recv() {
-            Ok(finished) => Ok(Ok(finished)),
-            Err(TryRecvError::Empty) => Ok(Err(self)),
-            Err(TryRecvError::Disconnected) => Err(self.lost()),
+    fn progress(self, until: Instant) -> Progress<B> {
+        match self.take(Some(until)) {
+            Some(Ok(buffers)) => Progress::Done(buffers),
+            Some(Err(failed)) => Progress::Failed(failed),
+            None => Progress::Running(self),
+        }
+    }
+
+    /// Looks whether it has ended.
+    pub fn test(self) -> Progress<B> {
+        self.progress(Instant::now())
+    }
+
+    /// Waits at most `patience`.
+    pub fn wait_for(self, patience: Duration) -> Progress<B> {
+        match Instant::now().checked_add(patience) {
+            Some(until) => self.progress(until),
+            // Beyond what the clock can say.
+            None => match self.wait() {
+                Ok(buffers) => Progress::Done(buffers),
+                Err(failed) => Progress::Failed(failed),
+            },
         }
     }
 
     /// Waits until it has ended. It ends by itself: it and those issued on the stream before it have deadlines. The buffers
-    /// come back if it succeeded.
+    /// come back in any case.
     ///
     /// # Errors
-    /// The operation's, as the blocking call's.
-    pub fn wait(self) -> Result<B, Error> {
-        let finished = self.answer.recv().map_err(|_| self.lost())?;
-        finished.result.map(|()| finished.buffers)
+    /// The operation's, as the blocking call's; with the buffers.
+    pub fn wait(self) -> Result<B, Failed<B>> {
+        loop {
+            if let Some(result) = self.take(None) {
+                return result;
+            }
+        }
     }
+}
 
-    /// Waits at most `patience`; the request comes back if it still runs.
-    ///
-    /// # Errors
-    /// [`Error::Bug`] only; how the operation ended is in [`Finished`].
-    pub fn wait_for(self, patience: Duration) -> Result<Result<Finished<B>, Request<B>>, Error> {
-        match self.answer.recv_timeout(patience) {
-            Ok(finished) => Ok(Ok(finished)),
-            Err(RecvTimeoutError::Timeout) => Ok(Err(self)),
-            Err(RecvTimeoutError::Disconnected) => Err(self.lost()),
+/// The buffers on their way: wherever an operation ends, a panic or a stream that is gone among them, they go back.
+struct Handed<B> {
+    slot: Arc<Slot<B>>,
+    buffers: Option<B>,
+    what: &'static str,
+    stream: usize,
+    rank: usize,
+}
+
+impl<B> Handed<B> {
+    fn back(&mut self, result: Result<(), Error>) {
+        let Some(buffers) = self.buffers.take() else { return };
+        let result = match result {
+            Ok(()) => Ok(buffers),
+            Err(error) => Err(Failed { buffers, error }),
+        };
+        *lock(&self.slot.state) = State::Ended(result);
+        self.slot.ended.notify_all();
+    }
+}
+
+impl<B> Drop for Handed<B> {
+    fn drop(&mut self) {
+        let Handed { stream, rank, what, .. } = *self;
+        let lost = || Error::Bug(format!("stream {stream} of rank {rank} ended without an answer to {what}"));
+        if self.buffers.is_some() {
+            self.back(Err(lost()));
         }
     }
 }
@@ -168,223 +269,191 @@ impl Stream {
         Within::new(self, self.timeout, timeout, Stream::set_timeout)
     }
 
+    /// As [`crate::Communicator::all_reduce`], in the background. Issuing never fails: what is wrong comes with the result.
+    /// All others alike.
+    pub fn all_reduce<B: BufferMut + Send + 'static>(&mut self, x: B, op: ReduceOp) -> Pending<B> {
+        self.issue(Op::AllReduce, x, move |engine, x| engine.reduce_all(x, op, None))
+    }
+
+    /// As [`crate::Communicator::all_reduce_scaled`], in the background.
+    pub fn all_reduce_scaled<B: BufferMut + Send + 'static>(&mut self, x: B, scale: f32) -> Pending<B> {
+        self.issue(Op::AllReduce, x, move |engine, x| engine.reduce_all(x, ReduceOp::PreMulSum, Some(scale)))
+    }
+
+    /// As [`crate::Communicator::all_reduce_into`], in the background.
+    pub fn all_reduce_into<A, B>(&mut self, x: A, y: B, op: ReduceOp) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::AllReduce, (x, y), move |engine, (x, y)| engine.reduce_all_into(x, y, op))
+    }
+
+    /// As [`crate::Communicator::all_reduce_many`], in the background.
+    pub fn all_reduce_many<B: BufferMut + Send + 'static>(&mut self, items: Vec<B>, op: ReduceOp) -> Pending<Vec<B>> {
+        self.issue(Op::AllReduce, items, move |engine, items| engine.reduce_many(items, op))
+    }
+
+    /// As [`crate::Communicator::reduce_scatter_into`], in the background.
+    pub fn reduce_scatter<A, B>(&mut self, x: A, y: B, op: ReduceOp) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::ReduceScatter, (x, y), move |engine, (x, y)| engine.scatter_reduced(x, y, op, None))
+    }
+
+    /// As [`crate::Communicator::reduce_scatter_scaled`], in the background.
+    pub fn reduce_scatter_scaled<A, B>(&mut self, x: A, y: B, scale: f32) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::ReduceScatter, (x, y), move |engine, (x, y)| {
+            engine.scatter_reduced(x, y, ReduceOp::PreMulSum, Some(scale))
+        })
+    }
+
+    /// As [`crate::Communicator::all_gather_into`], in the background.
+    pub fn all_gather<A, B>(&mut self, x: A, y: B) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::AllGather, (x, y), move |engine, (x, y)| engine.gather_all(x, y))
+    }
+
+    /// As [`crate::Communicator::broadcast`], in the background.
+    pub fn broadcast<B: BufferMut + Send + 'static>(&mut self, x: B, root: usize) -> Pending<B> {
+        self.issue(Op::Broadcast, x, move |engine, x| engine.rooted(x, Op::Broadcast, root, (ReduceOp::Sum, None)))
+    }
+
+    /// As [`crate::Communicator::reduce`], in the background.
+    pub fn reduce<B: BufferMut + Send + 'static>(&mut self, x: B, op: ReduceOp, root: usize) -> Pending<B> {
+        self.issue(Op::Reduce, x, move |engine, x| engine.rooted(x, Op::Reduce, root, (op, None)))
+    }
+
+    /// As [`crate::Communicator::reduce_scaled`], in the background.
+    pub fn reduce_scaled<B: BufferMut + Send + 'static>(&mut self, x: B, root: usize, scale: f32) -> Pending<B> {
+        self.issue(Op::Reduce, x, move |engine, x| {
+            engine.rooted(x, Op::Reduce, root, (ReduceOp::PreMulSum, Some(scale)))
+        })
+    }
+
+    /// As [`crate::Communicator::all_to_all_into`], in the background.
+    pub fn all_to_all<A, B>(&mut self, x: A, y: B) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::AllToAll, (x, y), move |engine, (x, y)| engine.all_to_all_typed(x, y))
+    }
+
+    /// As [`crate::Communicator::send_recv`], in the background.
+    pub fn send_recv<A, B>(&mut self, x: A, y: B, peers: Peers) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::SendRecv, (x, y), move |engine, (x, y)| engine.send_recv_typed(x, y, peers))
+    }
+
+    /// As [`crate::Communicator::all_gather_v_into`], in the background; lists are copied.
+    pub fn all_gather_v<A, B>(&mut self, x: A, y: B, counts: &[u64]) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        let counts = counts.to_vec();
+        self.issue(Op::AllGatherV, (x, y), move |engine, (x, y)| engine.all_gather_counted(x, y, &counts))
+    }
+
+    /// As [`crate::Communicator::reduce_scatter_v_into`], in the background; lists are copied.
+    pub fn reduce_scatter_v<A, B>(&mut self, x: A, y: B, counts: &[u64], op: ReduceOp) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        let counts = counts.to_vec();
+        self.issue(Op::ReduceScatterV, (x, y), move |engine, (x, y)| engine.reduce_scatter_counted(x, y, &counts, op))
+    }
+
+    /// As [`crate::Communicator::all_to_all_v_into`], in the background; lists are copied.
+    pub fn all_to_all_v<A, B>(&mut self, x: A, y: B, send: &[u64], recv: &[u64]) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        let (send, recv) = (send.to_vec(), recv.to_vec());
+        self.issue(Op::AllToAllV, (x, y), move |engine, (x, y)| engine.all_to_all_counted(x, y, (&send, &recv)))
+    }
+
+    /// As [`crate::Communicator::permute`], in the background; lists are copied.
+    pub fn permute<A, B>(&mut self, x: A, y: B, pairs: &[(usize, usize)]) -> Pending<(A, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        let pairs = pairs.to_vec();
+        self.issue(Op::Permute, (x, y), move |engine, (x, y)| engine.permute_typed(x, y, &pairs))
+    }
+
+    /// As [`crate::Communicator::gather_into`], in the background: `y` is the root's alone.
+    pub fn gather<A, B>(&mut self, x: A, y: Option<B>, root: usize) -> Pending<(A, Option<B>)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::Gather, (x, y), move |engine, (x, y)| engine.gather_at(x, y.as_mut(), root))
+    }
+
+    /// As [`crate::Communicator::scatter`], in the background: `x` is the root's alone.
+    pub fn scatter<A, B>(&mut self, x: Option<A>, y: B, root: usize) -> Pending<(Option<A>, B)>
+    where
+        A: Buffer + Send + 'static,
+        B: BufferMut<Element = A::Element, Side = A::Side> + Send + 'static,
+    {
+        self.issue(Op::Scatter, (x, y), move |engine, (x, y)| engine.scatter_from(x.as_ref(), y, root))
+    }
+
+    /// As [`crate::Communicator::barrier`], in the background: done when all ranks' streams have come to it.
+    pub fn barrier(&mut self) -> Pending<()> {
+        self.issue(Op::Barrier, (), |engine, ()| engine.barrier())
+    }
+
+    /// The same operations in the dynamic form: a data type, a count, bytes.
+    pub fn raw(&mut self) -> RawStream<'_> {
+        RawStream(self)
+    }
+
     /// Has the stream's thread do `work`, with the deadline of now, when what was issued before it has ended.
     pub(super) fn issue<B: Send + 'static>(
         &mut self,
         op: Op,
-        mut buffers: B,
+        buffers: B,
         work: impl FnOnce(&mut Engine, &mut B) -> Result<(), Error> + Send + 'static,
-    ) -> Result<Request<B>, Error> {
+    ) -> Pending<B> {
         let (stream, rank, timeout) = (self.index, self.core.rank, self.timeout);
+        let slot = Arc::new(Slot { state: Mutex::new(State::Out), ended: Condvar::new() });
+        let pending = Pending(slot.clone());
+        let mut handed = Handed { slot, buffers: Some(buffers), what: op.name(), stream, rank };
         if hw_bridge::os::fork::in_child() {
-            return Err(Error::Forked { what: format!("stream {stream} of rank {rank}") });
+            handed.back(Err(Error::Forked { what: format!("stream {stream} of rank {rank}") }));
+            return pending;
         }
-        let (sender, answer) = channel();
-        let order: Order = Box::new(move |engine| {
+        let Some(orders) = &self.orders else {
+            handed.back(Err(bad(format!("stream {stream} of rank {rank} has ended"))));
+            return pending;
+        };
+        // One that cannot be sent gives the buffers back as it is dropped.
+        let _ = orders.send(Box::new(move |engine| {
             engine.timeout = timeout;
-            let result = work(engine, &mut buffers);
-            // Nobody may be interested.
-            let _ = sender.send(Finished { buffers, result });
-        });
-        let gone = || bad(format!("stream {stream} of rank {rank} has ended"));
-        self.orders.as_ref().ok_or_else(gone)?.send(order).map_err(|_| gone())?;
-        Ok(Request { what: op.name(), stream, rank, answer })
-    }
-
-    /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
-    fn collective(&mut self, b: Buffers, scale: Option<f32>, call: Call) -> Result<Request, Error> {
-        self.issue(call.op, b, move |engine, b| engine.collective(b.io(), scale, call))
-    }
-
-    /// As [`crate::Communicator::all_reduce`], in the background.
-    ///
-    /// # Errors
-    /// [`Error::Usage`] if the stream has ended, [`Error::Forked`]; whatever else is wrong comes with the request.
-    pub fn all_reduce(&mut self, b: Buffers, count: u64, dtype: DataType, op: ReduceOp) -> Result<Request, Error> {
-        self.collective(b, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::all_gather`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn all_gather(&mut self, b: Buffers, count: u64, dtype: DataType) -> Result<Request, Error> {
-        self.collective(b, None, call(Op::AllGather, dtype, count))
-    }
-
-    /// As [`crate::Communicator::reduce_scatter`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn reduce_scatter(&mut self, b: Buffers, count: u64, dtype: DataType, op: ReduceOp) -> Result<Request, Error> {
-        self.collective(b, None, Call { redop: op, ..call(Op::ReduceScatter, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::broadcast`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn broadcast(&mut self, b: Buffers, count: u64, dtype: DataType, root: usize) -> Result<Request, Error> {
-        self.collective(b, None, Call { root, ..call(Op::Broadcast, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::reduce`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn reduce(
-        &mut self,
-        b: Buffers,
-        count: u64,
-        dtype: DataType,
-        op: ReduceOp,
-        root: usize,
-    ) -> Result<Request, Error> {
-        self.collective(b, None, Call { root, redop: op, ..call(Op::Reduce, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::all_to_all`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn all_to_all(&mut self, b: Buffers, count: u64, dtype: DataType) -> Result<Request, Error> {
-        self.collective(b, None, call(Op::AllToAll, dtype, count))
-    }
-
-    /// As [`crate::Communicator::send_recv`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn send_recv(&mut self, b: Buffers, count: u64, dtype: DataType, peers: Peers) -> Result<Request, Error> {
-        self.collective(b, None, Call { dst: peers.dst, src: peers.src, ..call(Op::SendRecv, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::barrier`], in the background: done when all ranks' streams have come to it.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn barrier(&mut self) -> Result<Request, Error> {
-        self.collective(Buffers::none(), None, call(Op::Barrier, DataType::Uint8, 0))
-    }
-
-    /// As [`crate::Communicator::gather`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn gather(&mut self, b: Buffers, count: u64, dtype: DataType, root: usize) -> Result<Request, Error> {
-        self.collective(b, None, Call { root, ..call(Op::Gather, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::scatter`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn scatter(&mut self, b: Buffers, count: u64, dtype: DataType, root: usize) -> Result<Request, Error> {
-        self.collective(b, None, Call { root, ..call(Op::Scatter, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::all_gather_v`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn all_gather_v(&mut self, b: Buffers, counts: &[u64], dtype: DataType) -> Result<Request, Error> {
-        self.counted(b, counts, call(Op::AllGatherV, dtype, 0))
-    }
-
-    /// As [`crate::Communicator::reduce_scatter_v`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn reduce_scatter_v(
-        &mut self,
-        b: Buffers,
-        counts: &[u64],
-        dtype: DataType,
-        op: ReduceOp,
-    ) -> Result<Request, Error> {
-        self.counted(b, counts, Call { redop: op, ..call(Op::ReduceScatterV, dtype, 0) })
-    }
-
-    fn counted(&mut self, b: Buffers, counts: &[u64], call: Call) -> Result<Request, Error> {
-        let counts = counts.to_vec();
-        self.issue(call.op, b, move |engine, b| engine.counted(b.io(), call, &counts))
-    }
-
-    /// As [`crate::Communicator::all_to_all_v`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn all_to_all_v(&mut self, b: Buffers, send: &[u64], recv: &[u64], dtype: DataType) -> Result<Request, Error> {
-        let (send, recv) = (send.to_vec(), recv.to_vec());
-        self.issue(Op::AllToAllV, b, move |engine, b| engine.all_to_all_v(b.io(), &send, &recv, dtype))
-    }
-
-    /// As [`crate::Communicator::permute`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn permute(
-        &mut self,
-        b: Buffers,
-        count: u64,
-        dtype: DataType,
-        pairs: &[(usize, usize)],
-    ) -> Result<Request, Error> {
-        let (pairs, call) = (pairs.to_vec(), call(Op::Permute, dtype, count));
-        self.issue(call.op, b, move |engine, b| engine.permute(b.io(), call, &pairs))
-    }
-
-    /// As [`crate::Communicator::all_reduce_many`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn all_reduce_many(
-        &mut self,
-        items: Vec<OwnedReduction>,
-        dtype: DataType,
-        op: ReduceOp,
-    ) -> Result<Request<Vec<OwnedReduction>>, Error> {
-        self.issue(Op::AllReduce, items, move |engine, items| engine.all_reduce_many(items, dtype, op))
-    }
-
-    /// As [`crate::Communicator::all_reduce_scaled`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn all_reduce_scaled(&mut self, b: Buffers, count: u64, dtype: DataType, scale: f32) -> Result<Request, Error> {
-        let redop = ReduceOp::PreMulSum;
-        self.collective(b, Some(scale), Call { redop, ..call(Op::AllReduce, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::reduce_scatter_scaled`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn reduce_scatter_scaled(
-        &mut self,
-        b: Buffers,
-        count: u64,
-        dtype: DataType,
-        scale: f32,
-    ) -> Result<Request, Error> {
-        let redop = ReduceOp::PreMulSum;
-        self.collective(b, Some(scale), Call { redop, ..call(Op::ReduceScatter, dtype, count) })
-    }
-
-    /// As [`crate::Communicator::reduce_scaled`], in the background.
-    ///
-    /// # Errors
-    /// As [`Stream::all_reduce`].
-    pub fn reduce_scaled(
-        &mut self,
-        b: Buffers,
-        count: u64,
-        dtype: DataType,
-        root: usize,
-        scale: f32,
-    ) -> Result<Request, Error> {
-        let redop = ReduceOp::PreMulSum;
-        self.collective(b, Some(scale), Call { root, redop, ..call(Op::Reduce, dtype, count) })
+            if let Some(buffers) = &mut handed.buffers {
+                let result = work(engine, buffers);
+                handed.back(result);
+            }
+        }));
+        pending
     }
 }
 
