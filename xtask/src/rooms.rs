@@ -32,7 +32,7 @@ const CRATES: &[Crate] = &[
     of("sandbox", "host-runtime/sandbox/src", &["hw_bridge"]),
     of("wccl", "host-runtime/wccl/src", &["enc", "sandbox", "hw_bridge"]),
     of("wccl_cli", "cli/src", &["wccl", "enc", "sandbox", "hw_bridge"]),
-    Crate { circles: true, ..of("nccom_core", "plugins/nccom-core/src", &[]) },
+    of("nccom_core", "plugins/nccom-core/src", &[]),
 ];
 
 /// The WebAssembly runtime, and the one crate that names it.

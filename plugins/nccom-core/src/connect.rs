@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::bootstrap::wire::{u32_at, u64_at};
+use crate::bytes::{u32_at, u64_at};
 use crate::fail::{Code, Failure};
 
 /// Bytes of one connection in the exchange (INV-83).

@@ -5,6 +5,7 @@
 //!
 //! | room | owns |
 //! |---|---|
+//! | [`bytes`], [`fail`] | numbers in bytes; failures |
 //! | [`bootstrap`] | ids, the root, joining, the ring all-gather, point-to-point messages |
 //! | [`peers`] | the 112-byte record, host and process hashes, nodes |
 //! | [`topo`] | topology documents, system graph, paths |
@@ -18,6 +19,7 @@
 //! | `exports` | the 37 entries, the task entry, the life cycle |
 
 pub mod bootstrap;
+pub mod bytes;
 pub mod connect;
 pub mod fail;
 pub mod peers;

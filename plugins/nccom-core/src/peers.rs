@@ -1,6 +1,6 @@
 //! The peer record: 112 bytes a rank, gathered once (bootstrap 5), and the hashes that tell nodes and processes apart.
 
-use crate::bootstrap::wire::{u32_at, u64_at};
+use crate::bytes::{u32_at, u64_at};
 use crate::fail::{Code, Failure};
 use crate::topo::RankInfo;
 

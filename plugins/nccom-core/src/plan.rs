@@ -9,16 +9,18 @@ use crate::bindings::neuron::hw::objects::{Communicator, Connector};
 use crate::bindings::neuron::hw::{clock, identity, links, random, rendezvous, sockets, tasks};
 use crate::bindings::neuron::nrt::{nec, nrt};
 use crate::bootstrap::group::{Group, Join};
+use crate::bootstrap::head::{Head, MAX_RANKS};
 use crate::bootstrap::parked::Slots;
 use crate::bootstrap::root::{Duty, claim, serve, serve_local, withdraw};
-use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id, u32_at};
+use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id};
+use crate::bytes::u32_at;
 use crate::connect::{self, Edge};
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostLinks, HostMachine, HostSockets, granted_file, info, interface, socket_timeout, var, warn};
 use crate::peers::{PeerRecord, RECORD_BYTES, host_hash, machine_hash, pid_hash, short_name};
 use crate::rings::{self, Channels, Layout, Pods, TopoRanks};
 use crate::search;
-use crate::state::{self, Graph, Head, MAX_RANKS, State};
+use crate::state::{self, Graph, State};
 use crate::topo::{self, Machine, RankInfo, System};
 
 /// One communicator's plan.

@@ -14,22 +14,20 @@
 //! Bytes come from another plugin: everything is checked before it is followed.
 
 use crate::bootstrap::group::Group;
+use crate::bootstrap::head::{HEAD_BYTES, Head, MAX_RANKS};
 use crate::bootstrap::parked::Slots;
-use crate::bootstrap::wire::{u32_at, u64_at};
-use crate::fail::{Code, Failure};
+use crate::bytes::{Reader, bad, put, u32_at};
+use crate::fail::Failure;
 use crate::peers::{PeerRecord, RECORD_BYTES};
 use crate::rings::Ring;
 use crate::topo::limits::{MAX_CHANNELS, MAX_KANGA_PATHS, MAX_MLA_CYCLES};
 
-/// Ranks of a group: what the roll and the records of one fit this library's memory.
-pub const MAX_RANKS: u32 = 4096;
 /// What the schemas are schemas of.
 pub const NAME: &str = "nccom-plan";
 /// Schemas that are read.
 pub const READ: [u32; 2] = [1, 2];
 
 const MAGIC: [u32; 2] = [0x316e_6c70, 0x326e_6c70];
-const HEAD_BYTES: usize = 32;
 /// Entries of a cycle over accelerators.
 const MAX_CYCLE: usize = 32;
 
@@ -38,23 +36,6 @@ const HEAD: u32 = 1;
 const RECORDS: u32 = 2;
 const GRAPH: u32 = 3;
 const WIRES: u32 = 4;
-
-/// What a plan begins with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Head {
-    /// This rank.
-    pub rank: usize,
-    /// Ranks.
-    pub nranks: usize,
-    /// This rank's logical core.
-    pub dev: i32,
-    /// Bound of every socket operation, milliseconds.
-    pub timeout_ms: u32,
-    /// Same on all ranks.
-    pub cluster_id: u64,
-    /// Same on all ranks.
-    pub epoch: i64,
-}
 
 /// What a plan needs to go on elsewhere.
 #[derive(Debug)]
@@ -80,20 +61,8 @@ pub struct Graph {
     pub cycles: Vec<Vec<i32>>,
 }
 
-/// Bytes that are read from the front, each piece checked to be there.
-pub(crate) struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    pub(crate) fn take(&mut self, bytes: usize) -> Result<&'a [u8], Failure> {
-        let (head, rest) = self.0.split_at_checked(bytes).ok_or_else(|| bad("it ends too early"))?;
-        self.0 = rest;
-        Ok(head)
-    }
-
-    pub(crate) fn u32(&mut self) -> Result<u32, Failure> {
-        Ok(u32_at(self.take(4)?, 0))
-    }
-
+/// Lists of the two schemas.
+impl Reader<'_> {
     /// A number of entries, at most `most`.
     fn count(&mut self, most: usize, what: &str) -> Result<usize, Failure> {
         let n = self.u32()? as usize;
@@ -111,18 +80,6 @@ impl<'a> Reader<'a> {
         let n = self.count(most, "entries of a list")?;
         (0..n).map(|_| self.number(width)).collect()
     }
-
-    pub(crate) fn end(&self) -> Result<(), Failure> {
-        if self.0.is_empty() { Ok(()) } else { Err(bad(&format!("{} bytes are left over", self.0.len()))) }
-    }
-}
-
-pub(crate) fn bad(what: &str) -> Failure {
-    Failure::new(Code::Invalid, format!("the state of another instance cannot be taken over: {what}"))
-}
-
-fn put(b: &mut Vec<u8>, word: u32) {
-    b.extend_from_slice(&word.to_le_bytes());
 }
 
 fn put_numbers(b: &mut Vec<u8>, numbers: &[i32], width: usize) {
@@ -175,12 +132,12 @@ impl State {
     /// From bytes of `schema`.
     ///
     /// # Errors
-    /// [`Code::Invalid`] with what is wrong.
+    /// [`Code::Invalid`](crate::fail::Code) with what is wrong.
     pub fn decode(schema: u32, bytes: &[u8]) -> Result<State, Failure> {
         if !READ.contains(&schema) {
             return Err(bad(&format!("schema {schema}, {READ:?} are read")));
         }
-        let mut r = Reader(bytes);
+        let mut r = Reader::new(bytes);
         if r.u32()? != MAGIC[schema as usize - 1] {
             return Err(bad("no valid header"));
         }
@@ -223,42 +180,12 @@ impl State {
     }
 }
 
-impl Head {
-    fn encode(&self) -> Vec<u8> {
-        let mut b = Vec::with_capacity(HEAD_BYTES);
-        for word in [self.rank as u32, self.nranks as u32, self.dev as u32, self.timeout_ms] {
-            put(&mut b, word);
-        }
-        b.extend_from_slice(&self.cluster_id.to_le_bytes());
-        b.extend_from_slice(&self.epoch.to_le_bytes());
-        b
-    }
-
-    fn decode(b: &[u8]) -> Result<Head, Failure> {
-        if b.len() != HEAD_BYTES {
-            return Err(bad(&format!("its head has {} bytes, {HEAD_BYTES} were expected", b.len())));
-        }
-        let (rank, nranks) = (u32_at(b, 0), u32_at(b, 4));
-        if rank >= nranks || nranks > MAX_RANKS {
-            return Err(bad(&format!("rank {rank} of {nranks}")));
-        }
-        Ok(Head {
-            rank: rank as usize,
-            nranks: nranks as usize,
-            dev: u32_at(b, 8) as i32,
-            timeout_ms: u32_at(b, 12),
-            cluster_id: u64_at(b, 16),
-            epoch: u64_at(b, 24) as i64,
-        })
-    }
-}
-
 /// A part that may be absent, then it has no bytes; one that is there is read to its end.
 fn present<T>(bytes: &[u8], read: impl FnOnce(&mut Reader<'_>) -> Result<T, Failure>) -> Result<Option<T>, Failure> {
     if bytes.is_empty() {
         return Ok(None);
     }
-    let mut r = Reader(bytes);
+    let mut r = Reader::new(bytes);
     let part = read(&mut r)?;
     r.end()?;
     Ok(Some(part))

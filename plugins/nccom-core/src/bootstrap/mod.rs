@@ -2,12 +2,13 @@
 //!
 //! Written over [`Sockets`], so that the same code runs in the sandbox (over `neuron:hw/sockets`) and in native tests
 //! (over the system's). Rooms: [`wire`] the bytes, [`lobby`] who has connected and not spoken yet, [`root`] who collects,
-//! [`group`] what a rank does, [`parked`] a group between two instances.
+//! [`group`] what a rank does, [`head`] who it is, [`parked`] a group between two instances.
 //!
 //! A group comes about as a whole or not at all, and whoever fails says why: the root keeps every rank's connection until all
 //! rings are wired and tells all what ended one of them; later a rank that fails hands the reason on around the ring.
 
 pub mod group;
+pub mod head;
 pub mod lobby;
 pub mod parked;
 pub mod root;

@@ -3,9 +3,10 @@
 
 use super::Ends;
 use super::group::{Group, hello_lobby};
+use super::head::Head;
 use super::wire::{Address, Header};
+use crate::bytes::{Reader, bad};
 use crate::fail::Failure;
-use crate::state::{Head, Reader, bad};
 
 /// Slots of the host in place of sockets.
 #[derive(Debug)]

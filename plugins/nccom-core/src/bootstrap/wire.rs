@@ -2,6 +2,7 @@
 //!
 //! Frame (our choice, bootstrap 4.6): `{ u32 kind, u32 flags = 0, u64 length }`, little-endian, then the payload.
 
+use crate::bytes::{u32_at, u64_at};
 use crate::fail::{Code, Failure, invalid};
 
 /// The magic of the info record: `i l y a` in little-endian order.
@@ -352,16 +353,6 @@ impl Hello {
         };
         Ok(Hello { rank: u32_at(b, 4) as i32, cluster_id: u64_at(b, 8), purpose })
     }
-}
-
-/// Little-endian u32 at `at`; the caller has checked the length.
-pub fn u32_at(b: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
-}
-
-/// Little-endian u64 at `at`; the caller has checked the length.
-pub fn u64_at(b: &[u8], at: usize) -> u64 {
-    u64::from(u32_at(b, at)) | u64::from(u32_at(b, at + 4)) << 32
 }
 
 /// A root comm id in one of the three forms the original accepts.
