@@ -7,6 +7,7 @@ use sandbox::bindings::exports::neuron::nccom::collectives::{
 use sandbox::bindings::neuron::nrt::types::NecPodType;
 use sandbox::entries::{NAMES, ORIGINALS, Resource};
 use sandbox::error::Error;
+use sandbox::store::EntryCall;
 use tests::zoo::{Body, Plugin, REPLY, SCRATCH, probe};
 use wccl::{CommOptions, Runtime};
 
@@ -41,47 +42,47 @@ fn enter(rt: &Runtime, slot: usize) -> Result<(), Error> {
         Resource::new_borrow(0)
     }
     let ring = EncPattern::Ring;
-    let bytes = [0; 128];
+    let (bytes, call) = ([0; 128], EntryCall::library());
     match slot {
         0 => f.version_info().map(drop),
-        1 => f.get_unique_id(None, 1, "").map(drop),
-        2 => f.init_global_comm(None, 0, 1, &device(), None, "").map(drop),
-        3 => f.init_comm(None, 1, &bytes, 0, &device(), false).map(drop),
-        4 => f.build_graph_comm(None, borrow()),
-        5 => f.get_comm_info(None, borrow(), true).map(drop),
-        6 => f.free_comm(None, borrow()),
-        7 => f.expand_connectivity(None, borrow(), NetConnectivity::Mesh),
-        8 => f.start_network_proxy(None, borrow(), 0, 0, &[], &[], &[]),
-        9 => f.stop_network_proxy(None, borrow(), 0),
-        10 => f.network_proxy_progress(None, borrow(), 0, 0, true, true).map(drop),
-        11 => f.bootstrap_send(None, borrow(), 0, &[], ""),
-        12 => f.bootstrap_recv(None, borrow(), 0, 0, "").map(drop),
-        13 => f.bootstrap_all_gather(None, borrow(), &[], "").map(drop),
-        14 => f.preferred_nc_rid_nic(None, 0, 0).map(drop),
-        15 => f.preferred_nc_rid_nic_bdf(None, 0, 0).map(drop),
+        1 => f.get_unique_id(call, 1, "").map(drop),
+        2 => f.init_global_comm(call, 0, 1, &device(), None, "").map(drop),
+        3 => f.init_comm(call, 1, &bytes, 0, &device(), false).map(drop),
+        4 => f.build_graph_comm(call, borrow()),
+        5 => f.get_comm_info(call, borrow(), true).map(drop),
+        6 => f.free_comm(call, borrow()),
+        7 => f.expand_connectivity(call, borrow(), NetConnectivity::Mesh),
+        8 => f.start_network_proxy(call, borrow(), 0, 0, &[], &[], &[]),
+        9 => f.stop_network_proxy(call, borrow(), 0),
+        10 => f.network_proxy_progress(call, borrow(), 0, 0, true, true).map(drop),
+        11 => f.bootstrap_send(call, borrow(), 0, &[], ""),
+        12 => f.bootstrap_recv(call, borrow(), 0, 0, "").map(drop),
+        13 => f.bootstrap_all_gather(call, borrow(), &[], "").map(drop),
+        14 => f.preferred_nc_rid_nic(call, 0, 0).map(drop),
+        15 => f.preferred_nc_rid_nic_bdf(call, 0, 0).map(drop),
         16 => f
-            .net_reg_mr(None, borrow(), ring, 0, true, OfiCommType::NetSendComm, borrow(), 0, 0, PtrType::Host)
+            .net_reg_mr(call, borrow(), ring, 0, true, OfiCommType::NetSendComm, borrow(), 0, 0, PtrType::Host)
             .map(drop),
-        17 => f.net_dereg_mr(None, borrow(), ring, 0, true, OfiCommType::NetSendComm, Resource::new_own(0)),
-        18 => f.get_peer_device_id(None, borrow(), 0).map(drop),
-        19 => f.set_affinity(None, borrow(), None, 0).map(drop),
-        20 => f.get_net_connector(None, borrow(), ring, 0, true).map(drop),
-        21 => f.init_net(None, None),
-        22 => f.fini_plugin(None),
-        23 => f.get_ofi_handle(None).map(drop),
-        24 => f.net_listen(None, 0).map(drop),
-        25 => f.net_connect(None, 0, &bytes).map(drop),
-        26 => f.net_accept(None, borrow()).map(drop),
-        27 => f.net_reg_mr_og(None, borrow(), borrow(), 0, 0, PtrType::Host).map(drop),
-        28 => f.net_dereg_mr_og(None, borrow(), Resource::new_own(0)),
-        29 => f.net_get_mr_key(None, borrow()).map(drop),
-        30 => f.net_isend(None, borrow(), borrow(), 0, 0, borrow()).map(drop),
-        31 => f.net_irecv(None, borrow(), borrow(), 0, 0, borrow()).map(drop),
-        32 => f.net_iflush(None, borrow(), borrow(), 0, 0, borrow()).map(drop),
-        33 => f.net_test(None, Resource::new_own(0)).map(drop),
-        34 => f.net_close_send(None, Resource::new_own(0)),
-        35 => f.net_close_recv(None, Resource::new_own(0)),
-        36 => f.net_close_listen(None, Resource::new_own(0)),
+        17 => f.net_dereg_mr(call, borrow(), ring, 0, true, OfiCommType::NetSendComm, Resource::new_own(0)),
+        18 => f.get_peer_device_id(call, borrow(), 0).map(drop),
+        19 => f.set_affinity(call, borrow(), None, 0).map(drop),
+        20 => f.get_net_connector(call, borrow(), ring, 0, true).map(drop),
+        21 => f.init_net(call, None),
+        22 => f.fini_plugin(call),
+        23 => f.get_ofi_handle(call).map(drop),
+        24 => f.net_listen(call, 0).map(drop),
+        25 => f.net_connect(call, 0, &bytes).map(drop),
+        26 => f.net_accept(call, borrow()).map(drop),
+        27 => f.net_reg_mr_og(call, borrow(), borrow(), 0, 0, PtrType::Host).map(drop),
+        28 => f.net_dereg_mr_og(call, borrow(), Resource::new_own(0)),
+        29 => f.net_get_mr_key(call, borrow()).map(drop),
+        30 => f.net_isend(call, borrow(), borrow(), 0, 0, borrow()).map(drop),
+        31 => f.net_irecv(call, borrow(), borrow(), 0, 0, borrow()).map(drop),
+        32 => f.net_iflush(call, borrow(), borrow(), 0, 0, borrow()).map(drop),
+        33 => f.net_test(call, Resource::new_own(0)).map(drop),
+        34 => f.net_close_send(call, Resource::new_own(0)),
+        35 => f.net_close_recv(call, Resource::new_own(0)),
+        36 => f.net_close_listen(call, Resource::new_own(0)),
         _ => unreachable!("there are 37 slots"),
     }
 }

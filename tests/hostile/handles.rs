@@ -73,7 +73,7 @@ pub fn group() -> Group {
                 p.body("neuron-free-comm", tests::zoo::ok_unit());
                 let runtime = cage.open(&p)?;
                 let handle = sandbox::entries::Resource::new_borrow(0);
-                said(runtime.forward().free_comm(None, handle))
+                said(runtime.forward().free_comm(sandbox::store::EntryCall::library(), handle))
             },
         ),
         animal(

@@ -23,6 +23,7 @@ use crate::{Release, state};
 #[derive(Debug)]
 pub struct Library<R>(PhantomData<R>);
 
+// A component has one thread: these are what its instance keeps from one call to the next.
 thread_local! {
     static PLANS: RefCell<BTreeMap<u64, Plan>> = const { RefCell::new(BTreeMap::new()) };
     static NET: RefCell<NetState> = const { RefCell::new(NetState::Untried) };

@@ -7,6 +7,7 @@ use sandbox::entries::NAMES;
 use sandbox::error::Error;
 use sandbox::served::CALLBACKS;
 use sandbox::status::Status;
+use sandbox::store::EntryCall;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
 use wccl::{CommOptions, Runtime};
 
@@ -81,7 +82,10 @@ fn all_twenty_are_served_and_answer_for_themselves() {
     for n in (1..=20).filter(|n| !WITH_HANDLE.contains(n)) {
         let calls = rt.tenant().counters.host_calls();
         // What the plugin answers; as an id it would be refused.
-        let reply = rt.forward().get_unique_id(None, n as i32, "").unwrap_or_else(|e| panic!("callback {n}: {e}"));
+        let reply = rt
+            .forward()
+            .get_unique_id(EntryCall::library(), n as i32, "")
+            .unwrap_or_else(|e| panic!("callback {n}: {e}"));
         replies[n] = reply.try_into().unwrap();
         assert!(rt.tenant().counters.host_calls() > calls, "callback {n} did not reach the host");
     }

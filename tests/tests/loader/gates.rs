@@ -3,6 +3,7 @@
 use sandbox::entries::{EXEMPT, NAMES, ORIGINALS, Resource};
 use sandbox::error::Error;
 use sandbox::status::Status;
+use sandbox::store::EntryCall;
 use tests::zoo::{self, ANSWER, Body, Plugin, TRANSPORT};
 use wccl::{CommOptions, Runtime};
 
@@ -116,7 +117,7 @@ fn a_failed_load_is_never_tried_again() {
     // The progress of the network proxy is unreachable then; reached all the same, it calls nothing.
     let version = rt.forward().version_info().unwrap_err();
     let nobody = Resource::new_borrow(0);
-    let progress = rt.forward().network_proxy_progress(None, nobody, 0, 0, true, true).unwrap_err();
+    let progress = rt.forward().network_proxy_progress(EntryCall::library(), nobody, 0, 0, true, true).unwrap_err();
     for (e, empty) in [(version, "the version slot is empty"), (progress, "the slot is empty")] {
         assert!(matches!(&e, Error::NotLoaded { sentinel, .. } if sentinel == empty), "{e}");
         assert_eq!(e.status(), Status::FAILURE);

@@ -22,7 +22,7 @@ use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
 use crate::load::{Kind, Source};
 use crate::objects::Client;
 use crate::status::Status;
-use crate::store::{HostState, Instance, Library};
+use crate::store::{HostState, Instance, Library, Patience};
 use crate::tenant::Tenant;
 use crate::text::line;
 
@@ -40,6 +40,19 @@ pub struct Loaded {
     pub version: Version,
     /// 0 for the first load, one more after each swap.
     pub generation: u64,
+}
+
+/// Whose an instance is. It is that before any of the guest's code runs: a start function is that, too.
+#[derive(Debug)]
+pub struct Holder {
+    /// The logical core of its rank.
+    pub core: i32,
+    /// The key of its group.
+    pub key: GroupKey,
+    /// It joins as this rank of so many, if it does not take over from another instance.
+    pub seat: Option<(usize, usize)>,
+    /// The client of a service that it is another process's for.
+    pub client: Option<Client>,
 }
 
 /// `nec_version_info_t` as the probe filled it; absent fields read as zero, as in the zero-filled original.
@@ -139,7 +152,8 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
     let (Some(interface), Some(probe)) = (interface, probe) else {
         return Err(failed("Get Version Info API is not implemented by aws-neuronx-collectives.".into()));
     };
-    let answer = instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", &probe, (VERSION_INFO_BYTES,));
+    let params = (VERSION_INFO_BYTES,);
+    let answer = instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", Patience::Usual, None, &probe, params);
     let (version, _) = answer.map_err(|e| opening(&e.to_string()))?;
     let version = Version::from(&version);
     library.set_version(version.numbers);
@@ -171,23 +185,19 @@ fn resolve(library: Arc<Library>, instance: Arc<Instance>) -> Result<Loaded, Loa
 }
 
 impl Loaded {
-    /// An instance of the library for one communicator of one rank, which joins as the `seat`-th of so many if it does not take over
-    /// from another instance, of the group with this key, of a `client` if it is another
-    /// process's. It is whose it is before any of the guest's code runs: a start function is that, too.
+    /// An instance of the library for one communicator of one rank.
     pub fn instantiate(
         &self,
         tenant: &Arc<Tenant>,
         abort: &AbortToken,
-        core: Option<i32>,
-        key: GroupKey,
-        seat: Option<(usize, usize)>,
-        client: Option<Client>,
+        holder: Holder,
+        patience: Patience,
     ) -> Result<Arc<Instance>, Error> {
         let refused = |refusal| self.instance.supervised("instantiate", refusal);
         tenant.supervisor.admit(&self.library.digest, &tenant.limits).map_err(refused)?;
-        let mut state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), core);
-        (state.key, state.seat, state.client) = (Some(key), seat, client);
-        Instance::new(&self.library, state).map_err(|cause| Error::Stopped {
+        let mut state = HostState::new(tenant.clone(), Some(self.library.clone()), abort.clone(), Some(holder.core));
+        (state.key, state.seat, state.client) = (Some(holder.key), holder.seat, holder.client);
+        Instance::new(&self.library, state, patience).map_err(|cause| Error::Stopped {
             entry: "instantiate",
             plugin: self.library.name.clone(),
             tenant: tenant.name.clone(),
@@ -311,7 +321,8 @@ impl Forward {
             }
         };
         let probe = slots::index(&loaded.instance, 0, "neuronGetVersionInfo")?;
-        let call = loaded.instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", probe, (VERSION_INFO_BYTES,));
+        let (instance, params) = (&loaded.instance, (VERSION_INFO_BYTES,));
+        let call = instance.call::<(u32,), VersionInfo>("neuronGetVersionInfo", Patience::Usual, None, probe, params);
         Ok(Version::from(&call?.0))
     }
 }

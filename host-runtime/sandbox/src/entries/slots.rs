@@ -1,7 +1,7 @@
 //! The 37 entries: one row each gives slot, names, type and wrapper.
 //!
-//! A wrapper is a method of [`Forward`]: the guard first, then the slot, in the instance the caller names (its
-//! communicator's), or the library instance for `None`. Statuses pass verbatim. Slots 14 and 15 take no communicator, but a
+//! A wrapper is a method of [`Forward`]: the guard first, then the slot, in the instance that its [`EntryCall`] names (a
+//! communicator's, or the library instance), for as long as that one says. Statuses pass verbatim. Slots 14 and 15 take no communicator, but a
 //! routing id is one of a communicator's device maps: only the instance of one can answer them.
 
 use wasmtime::component::{ComponentExportIndex, Resource};
@@ -17,7 +17,7 @@ use crate::objects::{
     CommunicatorObject, ConnectorObject, NetCommObject, RegionObject, RegistrationObject, RequestObject,
 };
 use crate::status::Status;
-use crate::store::Instance;
+use crate::store::{EntryCall, Instance, Patience};
 
 type Comm = Resource<CommunicatorObject>;
 type NetComm = Resource<NetCommObject>;
@@ -39,8 +39,8 @@ macro_rules! slots {
         /// Type-checks the export found for `slot`.
         pub(super) fn check(instance: &Instance, slot: usize, index: &ComponentExportIndex) -> Result<(), String> {
             match slot {
-                0 => instance.typed::<(u32,), VersionInfo>($orig0, index),
-                $($n => instance.typed::<($($t,)*), Answer<$r>>($orig, index),)*
+                0 => instance.typed::<(u32,), VersionInfo>($orig0, Patience::Usual, index),
+                $($n => instance.typed::<($($t,)*), Answer<$r>>($orig, Patience::Usual, index),)*
                 _ => Err("there is no such slot".into()),
             }
         }
@@ -49,11 +49,14 @@ macro_rules! slots {
             $(
                 #[doc = concat!("Slot ", stringify!($n), ": the wrapper of `", $orig, "`.")]
                 #[allow(clippy::too_many_arguments)]
-                pub fn $wrapper(&self, instance: Option<&Instance> $(, $p: $t)*) -> Result<$r, Error> {
+                pub fn $wrapper(&self, call: EntryCall<'_> $(, $p: $t)*) -> Result<$r, Error> {
                     let loaded = self.$guard($orig)?;
-                    let instance = instance.unwrap_or(&loaded.instance);
+                    let instance = call.instance.unwrap_or(&loaded.instance);
                     let index = index(instance, $n, $orig)?;
-                    finish($orig, instance, instance.call::<($($t,)*), Answer<$r>>($orig, index, ($($p,)*))?)
+                    let params = ($($p,)*);
+                    let answer =
+                        instance.call::<($($t,)*), Answer<$r>>($orig, call.patience, call.group, index, params)?;
+                    finish($orig, instance, answer)
                 }
             )*
 

@@ -13,7 +13,7 @@ use crate::bindings::neuron::hw::net;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::objects::{NetLibraryObject, OpenNet};
 use crate::status::Status;
-use crate::store::{HostState, Instance, Library};
+use crate::store::{HostState, Instance, Library, Patience};
 use crate::tenant::{NetState, Tenant};
 use crate::text::line;
 use hw_bridge::os::lock::lock;
@@ -102,8 +102,8 @@ impl NetLibrary {
             ));
         };
         let abort = AbortToken::new().map_err(|e| format!("the net plugin's abort event could not be made: {e}"))?;
-        let instance =
-            Instance::new(&self.library, HostState::new(tenant.clone(), Some(self.library.clone()), abort, None))?;
+        let state = HostState::new(tenant.clone(), Some(self.library.clone()), abort, None);
+        let instance = Instance::new(&self.library, state, Patience::Usual)?;
         let mut bound = lock(&self.bound);
         // Of two that bind at once, the first one's serves.
         if bound.as_ref().is_none_or(|b| b.instance.stopped().is_some()) {
@@ -127,9 +127,10 @@ impl NetLibrary {
             .function(&table, name)
             .ok_or_else(|| format!("net plugin {} has no entry `{name}` in ncclNetPlugin_v6", self.library.name))?;
         instance
-            .typed::<P, R>(entry, &index)
+            .typed::<P, R>(entry, Patience::Usual, &index)
             .map_err(|e| format!("entry `{name}` of net plugin {}: {e}", self.library.name))?;
-        instance.call::<P, R>(entry, &index, params).map(|r| r.0).map_err(|e| e.to_string())
+        let answer = instance.call::<P, R>(entry, Patience::Usual, None, &index, params);
+        answer.map(|r| r.0).map_err(|e| e.to_string())
     }
 }
 

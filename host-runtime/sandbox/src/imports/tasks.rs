@@ -12,7 +12,7 @@ use crate::imports::{Answer, Trap};
 use crate::limits::byte_list;
 use crate::objects::ListenerObject;
 use crate::status::Status;
-use crate::store::{HostState, Instance};
+use crate::store::{HostState, Instance, Patience};
 use crate::tenant::Task;
 use hw_bridge::os::lock::lock;
 
@@ -86,7 +86,7 @@ impl HostState {
             // Instantiated here and not by the spawner, whose locks guest code must not run under.
             let mut state_of = HostState::new(owner, Some(library.clone()), abort, None);
             (state_of.key, state_of.root_name) = (key, root_name);
-            let instance = match Instance::new(&library, state_of) {
+            let instance = match Instance::new(&library, state_of, Patience::Usual) {
                 Ok(i) => i,
                 Err(why) => return ended(&format!("its instance could not be made: {why}")),
             };
@@ -95,7 +95,9 @@ impl HostState {
                 Err(s) => return ended(&format!("it could not take its listener over: {}", Status::from(&s))),
             };
             type Params<'a> = (&'a str, &'a [u8], Option<Resource<ListenerObject>>);
-            match instance.call::<Params<'_>, Result<(), NrtStatus>>("task-entry.run", &run, (&kind, &state, handle)) {
+            let params: Params<'_> = (&kind, &state, handle);
+            let usual = Patience::Usual;
+            match instance.call::<_, Result<(), NrtStatus>>("task-entry.run", usual, None, &run, params) {
                 Ok((Ok(()), _)) => {
                     // A line that nobody hears costs nothing of the rate.
                     if tracing::enabled!(tracing::Level::DEBUG) && tenant.may_log() {

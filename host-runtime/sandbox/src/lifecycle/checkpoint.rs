@@ -4,38 +4,38 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use hw_bridge::os::patience::{passed, resumed};
+use hw_bridge::os::patience::passed;
 
 use crate::error::Error;
 use crate::lifecycle;
 use crate::lifecycle::exported::Exported;
 use crate::objects::{CommCore, CommunicatorObject};
-use crate::store::Instance;
+use crate::store::{Instance, Patience};
 
 /// What an instance begins with: a plan; or none, where the plugin stopped while it was asked for it.
 #[derive(Debug)]
 pub struct Checkpoint(Option<Exported>);
 
 impl Checkpoint {
-    /// Between two calls of an instance, until `until` at the latest; nothing if the plugin has no life-cycle interface.
+    /// Between two calls of an instance; nothing if the plugin has no life-cycle interface.
     ///
     /// # Errors
     /// Why the plugin did not hand out its plan. If that stopped it, the error has a checkpoint without: a trap poisons the store,
     /// so what can be kept is only that there may be a new one.
     pub fn take(
         held: lifecycle::Held<'_>,
-        until: Option<Instant>,
+        patience: Patience,
     ) -> Result<Option<Checkpoint>, (String, Option<Checkpoint>)> {
         if !lifecycle::offered(held.0) {
             return Ok(None);
         }
-        let plan = lifecycle::describe(held.0, until).and_then(|writer| lifecycle::export(held, until, &writer));
+        let plan = lifecycle::describe(held.0, patience).and_then(|writer| lifecycle::export(held, patience, &writer));
         let lost = |why| (why, held.0.stopped().map(|_| Checkpoint(None)));
         plan.map(|plan| Some(Checkpoint(Some(plan)))).map_err(lost)
     }
 
-    /// A new instance with this plan in the place of `stopped`, and its handle of the communicator, for a call of `entry` that
-    /// began at `begun` and is over at `until`.
+    /// A new instance with this plan in the place of `stopped`, and its handle of the communicator, for a call of `entry` with this
+    /// patience that began at `begun`.
     ///
     /// # Errors
     /// [`Error::Supervised`] if the plugin may not run again (yet), [`Error::Stopped`] if it does not take its plan,
@@ -45,12 +45,12 @@ impl Checkpoint {
         stopped: &Instance,
         core: &Arc<CommCore>,
         entry: &'static str,
-        until: Option<Instant>,
+        patience: Patience,
         begun: Instant,
     ) -> Result<(Arc<Instance>, u32), Error> {
-        let late = || until.is_some_and(|until| passed(until, begun));
+        let late = || patience.until().is_some_and(|until| passed(until, begun));
         // Each call has a clock of its own, which knows nothing of a stop of the process in the one before.
-        let by = || until.map(|until| resumed(until, begun));
+        let by = || Patience::host(patience.resumed(begun).until());
         // A guest that is overdue before it begins would be ended for nothing.
         if late() {
             return Err(stopped.late(entry, begun));

@@ -1,6 +1,6 @@
 //! The five entries of `neuron:lifecycle`, found by look-up: a plugin may be without.
 //!
-//! Each may be given a moment until which it has to come back, beside the tenant's limits: a swap holds others up meanwhile.
+//! Each is called with a [`Patience`]: a swap holds others up meanwhile.
 
 mod checkpoint;
 mod exported;
@@ -17,14 +17,14 @@ use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::limits::byte_list;
 use crate::objects::CommunicatorObject;
 use crate::status::Status;
-use crate::store::{Instance, bounded};
+use crate::store::{Instance, Patience};
 
 const LIFECYCLE: &str = "neuron:lifecycle/lifecycle";
 
 /// An instance, and its handle of a communicator.
 pub type Held<'a> = (&'a Instance, u32);
 
-fn call<P, R>(instance: &Instance, until: Option<Instant>, name: &'static str, params: P) -> Result<R, String>
+fn call<P, R>(instance: &Instance, patience: Patience, name: &'static str, params: P) -> Result<R, String>
 where
     P: ComponentNamedList + Lower,
     R: Lift + ComponentType + 'static,
@@ -34,36 +34,36 @@ where
     let found = library.exported(LIFECYCLE).and_then(|i| library.function(&i, name));
     let index = found.ok_or_else(|| format!("{} has no `{name}` of {LIFECYCLE}", library.name))?;
     // A guest that is overdue before it begins would be ended for nothing.
-    if until.is_some_and(|until| until <= Instant::now()) {
+    if patience.until().is_some_and(|until| until <= Instant::now()) {
         return Err(format!("`{name}` of {} was not called: the time is over", library.name));
     }
-    let typed = bounded(until, || instance.typed::<P, R>(name, &index));
+    let typed = instance.typed::<P, R>(name, patience, &index);
     typed.map_err(|e| format!("`{name}` of {}: {e}", library.name))?;
-    bounded(until, || instance.call::<P, R>(name, &index, params)).map(|r| r.0).map_err(|e| e.to_string())
+    instance.call::<P, R>(name, patience, None, &index, params).map(|r| r.0).map_err(|e| e.to_string())
 }
 
 fn asked<R>(held: Held<'_>, name: &'static str, answer: Result<Result<R, NrtStatus>, String>) -> Result<R, String> {
     answer?.map_err(|s| format!("`{name}` of {} answered {}", held.0.library().name, Status::from(&s)))
 }
 
-fn of_comm(held: Held<'_>, until: Option<Instant>, name: &'static str) -> Result<(), String> {
+fn of_comm(held: Held<'_>, patience: Patience, name: &'static str) -> Result<(), String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
-    asked(held, name, call::<_, Result<(), NrtStatus>>(held.0, until, name, (comm,)))
+    asked(held, name, call::<_, Result<(), NrtStatus>>(held.0, patience, name, (comm,)))
 }
 
 /// What a plugin says of itself.
-pub fn describe(instance: &Instance, until: Option<Instant>) -> Result<Description, String> {
-    call::<(), Description>(instance, until, "describe", ())
+pub fn describe(instance: &Instance, patience: Patience) -> Result<Description, String> {
+    call::<(), Description>(instance, patience, "describe", ())
 }
 
 /// Between two operations: the plugin changes nothing of a communicator until it is resumed.
-pub fn quiesce(held: Held<'_>, until: Option<Instant>) -> Result<(), String> {
-    of_comm(held, until, "quiesce")
+pub fn quiesce(held: Held<'_>, patience: Patience) -> Result<(), String> {
+    of_comm(held, patience, "quiesce")
 }
 
 /// The plugin serves the communicator (again).
-pub fn resume(held: Held<'_>, until: Option<Instant>) -> Result<(), String> {
-    of_comm(held, until, "resume")
+pub fn resume(held: Held<'_>, patience: Patience) -> Result<(), String> {
+    of_comm(held, patience, "resume")
 }
 
 /// Whether a plugin has the interface.
@@ -78,9 +78,9 @@ fn most(held: Held<'_>, entry: &str) -> usize {
 }
 
 /// The plan of a quiesced communicator. The plugin describes itself as `writer`.
-pub fn export(held: Held<'_>, until: Option<Instant>, writer: &Description) -> Result<Exported, String> {
+pub fn export(held: Held<'_>, patience: Patience, writer: &Description) -> Result<Exported, String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
-    let answer = call::<_, Result<Vec<u8>, NrtStatus>>(held.0, until, "export-state", (comm,));
+    let answer = call::<_, Result<Vec<u8>, NrtStatus>>(held.0, patience, "export-state", (comm,));
     let state = asked(held, "export-state", answer)?;
     let most = most(held, "export-state");
     if state.len() > most {
@@ -91,9 +91,9 @@ pub fn export(held: Held<'_>, until: Option<Instant>, writer: &Description) -> R
 }
 
 /// Hands a plan to a plugin that describes itself as `reader`.
-pub fn import(held: Held<'_>, until: Option<Instant>, reader: &Description, plan: &Exported) -> Result<(), String> {
+pub fn import(held: Held<'_>, patience: Patience, reader: &Description, plan: &Exported) -> Result<(), String> {
     let (schema, state) = plan.open(reader, most(held, "import-state"))?;
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
-    let answer = call::<_, Result<(), NrtStatus>>(held.0, until, "import-state", (comm, schema, state));
+    let answer = call::<_, Result<(), NrtStatus>>(held.0, patience, "import-state", (comm, schema, state));
     asked(held, "import-state", answer)
 }

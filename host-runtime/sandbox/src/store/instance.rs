@@ -6,12 +6,12 @@
 //! Guests plan with floats, and all ranks must come to one plan: whatever floating-point state the program left its thread in,
 //! a guest runs in the default one.
 
-use std::cell::{Cell, RefCell};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::thread::{self, ThreadId};
 use std::time::Instant;
 
 use hw_bridge::exec::reduce::in_default_float_state;
-use hw_bridge::os::patience::{Wait, resumed};
+use hw_bridge::os::patience::Wait;
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 
@@ -19,97 +19,18 @@ use crate::error::{Error, Refusal};
 use crate::key::GroupKey;
 use crate::limits::GUEST_STACK;
 use crate::store::engine::Ticking;
-use crate::store::{Ended, HostState, Library};
+use crate::store::{Ended, HostState, Library, Patience};
 use crate::tenant::Tenant;
 use crate::tenant::throttle::Working;
 use crate::text::line;
 use hw_bridge::os::lock::lock;
-
-thread_local! {
-    /// Instances on this thread's stack, by address of their gate.
-    static ON_STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
-    /// When this thread's next call is to end.
-    static BOUND: Cell<Bound> = const { Cell::new(Bound::NONE) };
-    /// The key of the group for which this thread's next call is made, of an instance that has none of its own.
-    static KEY: Cell<Option<GroupKey>> = const { Cell::new(None) };
-}
-
-/// When a call is to end, beside the limits of its tenant.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Bound {
-    /// When the operation gives up that it serves: the instance is stopped if the call does not come back.
-    pub(crate) until: Option<Instant>,
-    /// Whether the caller has chosen that, and not the host.
-    pub(crate) chosen: bool,
-    /// When its waits end.
-    pub(crate) waits: Option<Instant>,
-}
-
-impl Bound {
-    pub(crate) const NONE: Bound = Bound { until: None, chosen: false, waits: None };
-
-    /// Of what the call waits for before it is made.
-    fn first(self) -> Option<Instant> {
-        self.until.into_iter().chain(self.waits).min()
-    }
-
-    /// The same later on, for what knows nothing of a stop of the process since then.
-    fn resumed(self, since: Instant) -> Bound {
-        let later = |until| resumed(until, since);
-        Bound { until: self.until.map(later), waits: self.waits.map(later), ..self }
-    }
-}
-
-/// Makes one call of an instance, or an instance, that serves an operation which gives up at `until`: the wrappers of the
-/// entries have the library's parameters and no more.
-pub fn bounded<R>(until: Option<Instant>, call: impl FnOnce() -> R) -> R {
-    within(Bound { until, ..Bound::NONE }, call)
-}
-
-/// The same with a deadline that the caller has chosen, which may be any: a guest that it ends has done nothing wrong.
-pub fn bounded_by_caller<R>(until: Instant, call: impl FnOnce() -> R) -> R {
-    within(Bound { until: Some(until), chosen: true, ..Bound::NONE }, call)
-}
-
-/// Makes one call of an instance, with no wait in it that outlasts `until`, be it for another call or the guest's.
-pub fn waiting<R>(until: Instant, call: impl FnOnce() -> R) -> R {
-    within(Bound { waits: Some(until), ..Bound::NONE }, call)
-}
-
-fn within<R>(bound: Bound, call: impl FnOnce() -> R) -> R {
-    /// A call that was refused before it came to its instance, or panicked, has not taken it.
-    struct Untaken;
-    impl Drop for Untaken {
-        fn drop(&mut self) {
-            BOUND.set(Bound::NONE);
-        }
-    }
-    BOUND.set(bound);
-    let _untaken = Untaken;
-    call()
-}
-
-/// Makes one call of the library instance for the group with this key: what it opens and starts in there is that group's.
-pub fn for_group<R>(key: GroupKey, call: impl FnOnce() -> R) -> R {
-    /// As in [`bounded`].
-    struct Untaken;
-    impl Drop for Untaken {
-        fn drop(&mut self) {
-            KEY.set(None);
-        }
-    }
-    KEY.set(Some(key));
-    let _untaken = Untaken;
-    call()
-}
 
 /// A library in its own store.
 #[derive(Debug)]
 pub struct Instance {
     library: Arc<Library>,
     tenant: Arc<Tenant>,
-    /// The entry that is inside.
-    busy: Mutex<Option<&'static str>>,
+    busy: Mutex<Option<Inside>>,
     idle: Condvar,
     unwanted: Arc<OnceLock<String>>,
     inner: Mutex<Inner>,
@@ -117,6 +38,14 @@ pub struct Instance {
     ended: Mutex<Option<String>>,
     /// Made anew when it is called after it stopped: it keeps nothing from one call to the next.
     renewable: bool,
+}
+
+/// The call that is inside.
+#[derive(Debug, Clone, Copy)]
+struct Inside {
+    entry: &'static str,
+    /// On whose stack the instance is.
+    thread: ThreadId,
 }
 
 struct Inner {
@@ -146,7 +75,6 @@ struct Entered<'a>(&'a Instance, #[allow(dead_code)] (Ticking, Working<'a>));
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        ON_STACK.with_borrow_mut(|s| s.retain(|i| *i != self.0.key()));
         *lock(&self.0.busy) = None;
         self.0.idle.notify_one();
     }
@@ -154,19 +82,24 @@ impl Drop for Entered<'_> {
 
 impl Instance {
     /// Instantiates `library` in a store with `state`. A start function that traps is the error's sentence.
-    pub(crate) fn new(library: &Arc<Library>, state: HostState) -> Result<Arc<Instance>, String> {
-        Instance::make(library, state, false)
+    pub(crate) fn new(library: &Arc<Library>, state: HostState, patience: Patience) -> Result<Arc<Instance>, String> {
+        Instance::make(library, state, patience, false)
     }
 
     /// The same, for calls that need nothing of one another: after a stop the next call runs in a new store, as often as the
     /// tenant's limits allow.
     pub(crate) fn renewable(library: &Arc<Library>, state: HostState) -> Result<Arc<Instance>, String> {
-        Instance::make(library, state, true)
+        Instance::make(library, state, Patience::Usual, true)
     }
 
-    fn make(library: &Arc<Library>, state: HostState, renewable: bool) -> Result<Arc<Instance>, String> {
+    fn make(
+        library: &Arc<Library>,
+        state: HostState,
+        patience: Patience,
+        renewable: bool,
+    ) -> Result<Arc<Instance>, String> {
         let tenant = state.tenant.clone();
-        let (store, instance) = Instance::store(library, state).map_err(|unmade| unmade.why)?;
+        let (store, instance) = Instance::store(library, state, patience).map_err(|unmade| unmade.why)?;
         Ok(Instance::of(library, &tenant, store, instance, renewable))
     }
 
@@ -192,6 +125,7 @@ impl Instance {
     fn store(
         library: &Arc<Library>,
         state: HostState,
+        patience: Patience,
     ) -> Result<(Store<HostState>, wasmtime::component::Instance), Unmade> {
         let refused = |why| Unmade { why, late: false };
         let engine = crate::store::engine::engine().map_err(refused)?;
@@ -200,7 +134,7 @@ impl Instance {
         tenant.supervisor.admit(&library.digest, &tenant.limits).map_err(|refusal| refused(refusal.to_string()))?;
         let _working = Working::on(tenant.cpu.as_ref());
         let mut store = state.into_store(engine);
-        store.data_mut().begin_call("instantiate", BOUND.take());
+        store.data_mut().begin_call("instantiate", patience);
         let span = store.data().span.clone();
         let _logged = span.enter();
         let ticking = Ticking::start();
@@ -229,32 +163,34 @@ impl Instance {
         state
     }
 
-    /// A new store with `state` for a call that gives up at `until`, as often as the tenant's limits allow. Guest code runs in
-    /// here: no lock is held that somebody else may want.
+    /// A new store with `state` for a call with this patience, as often as the tenant's limits allow. Guest code runs in here: no
+    /// lock is held that somebody else may want.
     fn store_again(
         &self,
         state: HostState,
         entry: &'static str,
-        until: Option<Instant>,
+        patience: Patience,
     ) -> Result<(Store<HostState>, wasmtime::component::Instance), Error> {
         let (library, tenant, begun) = (&self.library, &self.tenant, Instant::now());
         let refused = |refusal| self.supervised(entry, refusal);
         tenant.supervisor.admit_again(&library.digest, &tenant.limits, begun).map_err(refused)?;
-        let made = bounded(until, || Instance::store(library, state)).map_err(|unmade| match unmade.late {
-            true => self.late(entry, begun),
-            false => self.stop_error(entry, unmade.why, Vec::new()),
-        })?;
+        // Whatever ends with it for its caller: a guest that is not made by then is of no use to him.
+        let made =
+            Instance::store(library, state, Patience::host(patience.until())).map_err(|unmade| match unmade.late {
+                true => self.late(entry, begun),
+                false => self.stop_error(entry, unmade.why, Vec::new()),
+            })?;
         if tenant.may_log() {
             tracing::warn!(tenant = %tenant.name, plugin = %library.name, "plugin started again");
         }
         Ok(made)
     }
 
-    /// An instance of the same library in the place of this one, which has stopped, made by `until`. What stops it is no fault of
-    /// the plugin's once that has passed, until it is said to be [`Instance::restarted`].
-    pub(crate) fn successor(&self, entry: &'static str, until: Option<Instant>) -> Result<Arc<Instance>, Error> {
+    /// An instance of the same library in the place of this one, which has stopped, for a call with this patience. What stops it
+    /// is no fault of the plugin's once that has ended, until it is said to be [`Instance::restarted`].
+    pub(crate) fn successor(&self, entry: &'static str, patience: Patience) -> Result<Arc<Instance>, Error> {
         let state = self.peek(|old| self.state_again(old));
-        let (store, instance) = self.store_again(state, entry, until)?;
+        let (store, instance) = self.store_again(state, entry, patience)?;
         Ok(Instance::of(&self.library, &self.tenant, store, instance, false))
     }
 
@@ -269,8 +205,8 @@ impl Instance {
         Error::Busy { entry, plugin, tenant, inside: "restart", waited: begun.elapsed() }
     }
 
-    /// Has it run in a new store if it has stopped and is renewable, by `until`. Its caller has entered it.
-    fn renew(&self, entry: &'static str, until: Option<Instant>) -> Result<(), Error> {
+    /// Has it run in a new store if it has stopped and is renewable, for a call with this patience. Its caller has entered it.
+    fn renew(&self, entry: &'static str, patience: Patience) -> Result<(), Error> {
         if !self.renewable {
             return Ok(());
         }
@@ -280,7 +216,7 @@ impl Instance {
         }
         let state = self.state_again(inner.store.data());
         drop(inner);
-        let (mut store, instance) = self.store_again(state, entry, until)?;
+        let (mut store, instance) = self.store_again(state, entry, patience)?;
         store.data_mut().restarts = false;
         let old = std::mem::replace(&mut *lock(&self.inner), Inner { store, instance, stopped: None });
         *lock(&self.ended) = None;
@@ -314,21 +250,17 @@ impl Instance {
         lock(&self.ended).clone()
     }
 
-    fn key(&self) -> usize {
-        std::ptr::from_ref(self) as usize
-    }
-
-    fn enter(&self, entry: &'static str, until: Option<Instant>) -> Result<Entered<'_>, Error> {
-        // The engine does not check re-entry in our configuration; entering a store that is on the stack would also be a
-        // second borrow of it (INV-10).
-        if ON_STACK.with_borrow(|s| s.contains(&self.key())) {
-            return Err(Error::Reentered { entry, plugin: self.library.name.clone() });
-        }
-        let begun = Instant::now();
-        let deadline = until.into_iter().fold(begun + self.tenant.limits.entry, Instant::min);
+    fn enter(&self, entry: &'static str, patience: Patience) -> Result<Entered<'_>, Error> {
+        let (begun, thread) = (Instant::now(), thread::current().id());
+        let deadline = patience.until().into_iter().fold(begun + self.tenant.limits.entry, Instant::min);
         let mut wait = Wait::until(deadline);
         let mut busy = lock(&self.busy);
-        while let Some(inside) = *busy {
+        while let Some(Inside { entry: inside, thread: whose }) = *busy {
+            // The engine does not check re-entry in our configuration; entering a store that is on the stack would also be a
+            // second borrow of it (INV-10).
+            if whose == thread {
+                return Err(Error::Reentered { entry, plugin: self.library.name.clone() });
+            }
             let Some(left) = wait.left() else {
                 let waited = deadline.saturating_duration_since(begun);
                 let (plugin, tenant) = (self.library.name.clone(), self.tenant.name.clone());
@@ -336,9 +268,8 @@ impl Instance {
             };
             busy = self.idle.wait_timeout(busy, left).unwrap_or_else(|p| p.into_inner()).0;
         }
-        *busy = Some(entry);
+        *busy = Some(Inside { entry, thread });
         drop(busy);
-        ON_STACK.with_borrow_mut(|s| s.push(self.key()));
         Ok(Entered(self, (Ticking::start(), Working::on(self.tenant.cpu.as_ref()))))
     }
 
@@ -346,11 +277,13 @@ impl Instance {
         Error::Stopped { entry, plugin: self.library.name.clone(), tenant: self.tenant.name.clone(), cause, causes }
     }
 
-    /// Calls the export `index` as `entry`. A trap poisons the instance. Sentences that host functions left are returned
-    /// beside the answer.
+    /// Calls the export `index` as `entry`, for a group if it has none of its own. A trap poisons the instance. Sentences that
+    /// host functions left are returned beside the answer.
     pub(crate) fn call<P, R>(
         &self,
         entry: &'static str,
+        patience: Patience,
+        group: Option<GroupKey>,
         index: &ComponentExportIndex,
         params: P,
     ) -> Result<(R, Vec<String>), Error>
@@ -359,7 +292,7 @@ impl Instance {
         R: Lift + wasmtime::component::ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
-        self.with(entry, |store, instance| {
+        self.with(entry, patience, group, |store, instance| {
             let f = instance.get_typed_func::<P, (R,)>(&mut *store, index)?;
             f.call(store, params).map(|r| r.0)
         })
@@ -369,12 +302,14 @@ impl Instance {
     pub fn with<R>(
         &self,
         entry: &'static str,
+        patience: Patience,
+        group: Option<GroupKey>,
         f: impl FnOnce(&mut Store<HostState>, wasmtime::component::Instance) -> wasmtime::Result<R>,
     ) -> Result<(R, Vec<String>), Error> {
-        let (bound, key, begun) = (BOUND.take(), KEY.take(), Instant::now());
-        let _entered = self.enter(entry, bound.first())?;
-        self.renew(entry, bound.resumed(begun).first())?;
-        let bound = bound.resumed(begun);
+        let begun = Instant::now();
+        let _entered = self.enter(entry, patience)?;
+        self.renew(entry, patience.resumed(begun))?;
+        let patience = patience.resumed(begun);
         let mut inner = lock(&self.inner);
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
@@ -384,14 +319,14 @@ impl Instance {
         let _logged = span.enter();
         self.tenant.counters.entry();
         let fuel = self.tenant.limits.hostcall_bytes;
-        store.data_mut().begin_call(entry, bound);
+        store.data_mut().begin_call(entry, patience);
         store.set_hostcall_fuel(fuel);
         store.set_epoch_deadline(1);
         // Until the call has come back in good order the instance counts as stopped: a panic of the host in the middle must
         // not leave a half-unwound store in use.
         *stopped = Some(format!("a call did not come back (in {entry})"));
         let own = store.data().key;
-        store.data_mut().key = key.or(own);
+        store.data_mut().key = group.or(own);
         let answer = in_default_float_state(|| f(&mut *store, *instance));
         store.data_mut().key = own;
         *stopped = None;
@@ -421,20 +356,25 @@ impl Instance {
     pub fn end_call(&self, why: &str) -> Option<&'static str> {
         let inside = *lock(&self.busy);
         // The first reason stays.
-        inside.filter(|_| self.unwanted.set(why.into()).is_ok())
+        inside.filter(|_| self.unwanted.set(why.into()).is_ok()).map(|inside| inside.entry)
     }
 
     /// Type-checks the export that is to be called as `entry`, after the call that is inside.
     ///
     /// # Errors
     /// That it has another type; or that the call inside did not end in time.
-    pub(crate) fn typed<P, R>(&self, entry: &'static str, index: &ComponentExportIndex) -> Result<(), String>
+    pub(crate) fn typed<P, R>(
+        &self,
+        entry: &'static str,
+        patience: Patience,
+        index: &ComponentExportIndex,
+    ) -> Result<(), String>
     where
         P: ComponentNamedList + Lower,
         R: Lift + wasmtime::component::ComponentType + 'static,
         (R,): ComponentNamedList + Lift,
     {
-        let _entered = self.enter(entry, BOUND.take().first()).map_err(|e| e.to_string())?;
+        let _entered = self.enter(entry, patience).map_err(|e| e.to_string())?;
         let mut inner = lock(&self.inner);
         let Inner { store, instance, .. } = &mut *inner;
         let found = instance.get_typed_func::<P, (R,)>(&mut *store, index);

@@ -18,7 +18,7 @@ use crate::limits::{MAX_CAUSES, MAX_CORE_INSTANCES, MAX_MEMORIES, MAX_TABLES, TA
 use crate::objects::Client;
 use crate::objects::published::Published;
 use crate::status::Status;
-use crate::store::{Bound, Grant, Library};
+use crate::store::{Grant, Library, Patience};
 use crate::tenant::Tenant;
 use crate::tenant::throttle::on_core;
 
@@ -81,8 +81,8 @@ pub struct HostState {
     held: usize,
     /// By whom or for what the call ends, if it does not come back.
     pub(crate) ended: Ended,
-    /// When the call under way is to end, if its caller has said so.
-    bound: Bound,
+    /// How long the call under way may take.
+    patience: Patience,
     /// When this call began; how long its thread had been on a core when the guest was last entered, and what it had used before.
     begun: Instant,
     entered: Duration,
@@ -139,7 +139,7 @@ impl HostState {
             held: 0,
             ended: Ended::ByItself,
             begun: Instant::now(),
-            bound: Bound::NONE,
+            patience: Patience::Usual,
             entered: on_core(),
             spent: Duration::ZERO,
             looked: Instant::now(),
@@ -232,7 +232,7 @@ impl HostState {
     pub(crate) fn deadline(&self, ms: u32) -> Instant {
         let asked = self.now() + Duration::from_millis(u64::from(ms));
         let wall = self.begun.checked_add(self.tenant.limits.wall);
-        [wall, self.bound.waits, self.bound.until].into_iter().flatten().fold(asked, Instant::min)
+        [wall, self.patience.until()].into_iter().flatten().fold(asked, Instant::min)
     }
 
     /// What the call's clock says, which does not run while the process is stopped.
@@ -262,12 +262,12 @@ impl HostState {
 
     /// Whether the operation that this call serves has given up.
     pub(crate) fn overdue(&self) -> bool {
-        self.bound.until.is_some_and(|until| self.passed(until))
+        self.patience.stops().is_some_and(|until| self.passed(until))
     }
 
     /// Whether the waits of this call are over.
     pub(crate) fn waited(&self) -> bool {
-        self.bound.waits.is_some_and(|until| self.passed(until))
+        self.patience.waits().is_some_and(|until| self.passed(until))
     }
 
     /// Whether the caller for whom a stopped instance was to be replaced had no more time.
@@ -290,7 +290,11 @@ impl HostState {
             (format!("the call used more than its {call:?} of guest time"), Ended::ByItself)
         } else if self.over(wall) {
             return Err(self.out_of_time("the call went on"));
-        } else if self.bound.until.is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end))) {
+        } else if self
+            .patience
+            .stops()
+            .is_some_and(|until| until.checked_add(GRACE).is_some_and(|end| self.passed(end)))
+        {
             ("the call went on after the deadline of its operation".to_string(), self.overdue_for())
         } else {
             return Ok(());
@@ -307,7 +311,7 @@ impl HostState {
     /// For what a call ends when its deadline has passed: one that the host has set is as long as any plugin needs, unless it is for
     /// making an instance in a stopped one's place.
     fn overdue_for(&self) -> Ended {
-        if self.bound.chosen || self.restarts { Ended::ForTime } else { Ended::ByItself }
+        if self.restarts || !matches!(self.patience, Patience::Host(_)) { Ended::ForTime } else { Ended::ByItself }
     }
 
     /// Whether the call has taken so long in all.
@@ -330,11 +334,11 @@ impl HostState {
         wasmtime::format_err!("{why}")
     }
 
-    /// Before a call of `entry`, which is to end at `bound`: a fresh budget, no old sentences.
-    pub(crate) fn begin_call(&mut self, entry: &'static str, bound: Bound) {
+    /// Before a call of `entry`: a fresh budget, no old sentences.
+    pub(crate) fn begin_call(&mut self, entry: &'static str, patience: Patience) {
         self.entry = entry;
         self.begun = Instant::now();
-        self.bound = bound;
+        self.patience = patience;
         self.entered = on_core();
         self.spent = Duration::ZERO;
         self.looked = self.begun;
@@ -571,19 +575,19 @@ mod tests {
     #[test]
     fn a_deadline_of_its_caller_is_not_blamed_on_the_plugin() {
         let tenant = limited(Limits::default());
-        let (now, none) = (Some(Instant::now()), Bound::NONE);
-        for (bound, restarts, ended) in [
-            (Bound { until: now, ..none }, false, Ended::ByItself),
-            (Bound { until: now, ..none }, true, Ended::ForTime),
-            (Bound { until: now, chosen: true, ..none }, false, Ended::ForTime),
-            (Bound { waits: now, ..none }, false, Ended::ForTime),
+        let now = Instant::now();
+        for (patience, restarts, ended) in [
+            (Patience::Host(now), false, Ended::ByItself),
+            (Patience::Host(now), true, Ended::ForTime),
+            (Patience::Operation(now), false, Ended::ForTime),
+            (Patience::Waits(now), false, Ended::ForTime),
         ] {
             let mut s = HostState::new(tenant.clone(), None, AbortToken::new().unwrap(), None);
             s.restarts = restarts;
-            s.begin_call("entry", bound);
+            s.begin_call("entry", patience);
             s.out_of_time("a poll");
-            assert_eq!((s.ended, s.cut_short()), (ended, restarts), "{bound:?}");
-            s.begin_call("entry", none);
+            assert_eq!((s.ended, s.cut_short()), (ended, restarts), "{patience:?}");
+            s.begin_call("entry", Patience::Usual);
             assert_eq!(s.ended, Ended::ByItself);
         }
     }

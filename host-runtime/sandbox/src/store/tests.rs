@@ -54,7 +54,7 @@ fn instance(limits: Limits, callback: impl Fn() + Send + Sync + 'static) -> (Arc
     };
     let library = library(CALLS_BACK, |linker| linker.root().func_wrap("callback", callback).unwrap());
     let tenant = limited(limits);
-    (Instance::new(&library, state(&tenant)).unwrap(), tenant)
+    (Instance::new(&library, state(&tenant), Patience::Usual).unwrap(), tenant)
 }
 
 fn state(tenant: &Arc<Tenant>) -> HostState {
@@ -66,8 +66,12 @@ fn call(i: &Instance, name: &str) -> Result<(), Error> {
 }
 
 fn call_as(i: &Instance, entry: &'static str, name: &str) -> Result<(), Error> {
+    call_within(i, Patience::Usual, entry, name)
+}
+
+fn call_within(i: &Instance, patience: Patience, entry: &'static str, name: &str) -> Result<(), Error> {
     let index = i.library().component.get_export_index(None, name).unwrap();
-    i.with(entry, |store, instance| {
+    i.with(entry, patience, None, |store, instance| {
         let f = instance.get_typed_func::<(), ()>(&mut *store, &index)?;
         f.call(store, ())
     })
@@ -99,7 +103,7 @@ fn an_instance_on_the_stack_is_never_entered_again() {
 /// What it asks of the host then is of the process that it is made for, not of this one.
 #[test]
 fn a_start_function_runs_for_the_client_of_its_instance() {
-    use crate::entries::{Loaded, Version};
+    use crate::entries::{Holder, Loaded, Version};
     use crate::objects::Client;
     let engine = engine::engine().unwrap();
     let wat = r#"(component
@@ -125,13 +129,14 @@ fn a_start_function_runs_for_the_client_of_its_instance() {
     let tenant = limited(Limits::default());
     let abort = AbortToken::new().unwrap();
     let state = HostState::new(tenant.clone(), Some(library.clone()), abort.clone(), None);
-    let instance = Instance::new(&library, state).unwrap();
+    let instance = Instance::new(&library, state, Patience::Usual).unwrap();
     let loaded = Loaded { library, instance, version: Version::default(), generation: 0 };
     let owner = hw_bridge::group::Owner { pid: 4242, asymmetric: false, mark: [0; 2] };
     let flags = rustix::event::EventfdFlags::CLOEXEC;
     let pidfd = Arc::new(rustix::event::eventfd(0, flags).unwrap());
     let client = Client { owner, pidfd, hbm: hw_bridge::memory::hbm::Hbm::new(1 << 20).unwrap() };
-    loaded.instantiate(&tenant, &abort, Some(0), crate::key::GroupKey::some(), None, Some(client)).unwrap();
+    let holder = Holder { core: 0, key: crate::key::GroupKey::some(), seat: None, client: Some(client) };
+    loaded.instantiate(&tenant, &abort, holder, Patience::Usual).unwrap();
     assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);
 }
 
@@ -150,11 +155,11 @@ fn an_instance_is_busy_behind_a_call_that_does_not_end_in_time() {
     std::thread::scope(|s| {
         let calls = s.spawn(|| call(&i, "entry"));
         entered.recv().unwrap();
-        let soon = || Some(Instant::now() + Duration::from_millis(20));
+        let soon = || Patience::Host(Instant::now() + Duration::from_millis(20));
         let said = "spin of plugin calls-back was not called on tenant default: entry has kept its instance busy for ";
-        let e = bounded(soon(), || i.typed::<(), u32>("spin", &index)).unwrap_err();
+        let e = i.typed::<(), u32>("spin", soon(), &index).unwrap_err();
         assert!(e.starts_with(said), "{e}");
-        let e = bounded(soon(), || call_as(&i, "spin", "spin")).unwrap_err();
+        let e = call_within(&i, soon(), "spin", "spin").unwrap_err();
         assert!(matches!(e, Error::Busy { inside: "entry", .. }), "{e:?}");
         assert_eq!(e.status(), Status::TIMEOUT);
         assert!(e.to_string().starts_with(said), "{e}");
@@ -162,7 +167,7 @@ fn an_instance_is_busy_behind_a_call_that_does_not_end_in_time() {
         done.send(()).unwrap();
         calls.join().unwrap().unwrap();
     });
-    let e = i.typed::<(), u32>("spin", &index).unwrap_err();
+    let e = i.typed::<(), u32>("spin", Patience::Usual, &index).unwrap_err();
     assert!(e.starts_with("it has another type: "), "{e}");
 }
 
@@ -213,13 +218,13 @@ fn an_instance_that_stopped_is_not_called() {
 fn a_guest_does_not_outlast_the_operation_it_is_called_for() {
     for name in ["spin", "chat"] {
         let (i, _) = instance(Limits::default(), || {});
-        bounded(Some(Instant::now() + Duration::from_secs(60)), || call(&i, "entry")).unwrap();
-        let e = bounded(Some(Instant::now()), || call(&i, name)).unwrap_err().to_string();
+        let later = Patience::Host(Instant::now() + Duration::from_secs(60));
+        call_within(&i, later, "entry", "entry").unwrap();
+        let e = call_within(&i, Patience::Host(Instant::now()), "entry", name).unwrap_err().to_string();
         assert!(e.contains("went on after the deadline of its operation"), "{name}: {e}");
     }
-    // A call that is refused on its way leaves nothing behind for the next one.
     let (i, _) = instance(Limits { call: Duration::from_millis(900), ..Limits::default() }, || {});
-    bounded(Some(Instant::now()), || ());
+    call_within(&i, Patience::Host(Instant::now()), "entry", "entry").unwrap();
     let e = call(&i, "spin").unwrap_err().to_string();
     assert!(e.contains("900ms of guest time"), "{e}");
 }
@@ -231,10 +236,10 @@ fn only_what_the_plugin_does_itself_is_counted_against_it() {
     let stops = |tenant: &Tenant| tenant.supervisor.blamed("");
     for name in ["spin", "chat"] {
         let (i, tenant) = instance(Limits::default(), || {});
-        bounded_by_caller(Instant::now(), || call(&i, name)).unwrap_err();
+        call_within(&i, Patience::Operation(Instant::now()), "entry", name).unwrap_err();
         assert_eq!((stops(&tenant), tenant.counters.traps()), (0, 1), "{name}: the caller's deadline");
         let (i, tenant) = instance(Limits::default(), || {});
-        bounded(Some(Instant::now()), || call(&i, name)).unwrap_err();
+        call_within(&i, Patience::Host(Instant::now()), "entry", name).unwrap_err();
         assert_eq!(stops(&tenant), 1, "{name}: the host's deadline");
         let (i, tenant) = instance(Limits::default(), || {});
         i.peek(|s| s.abort.abort("the user has changed his mind"));
@@ -243,7 +248,8 @@ fn only_what_the_plugin_does_itself_is_counted_against_it() {
         assert_eq!((stops(&tenant), tenant.counters.traps()), (0, 1), "{name}: the caller's abort");
         // Its own time is over first, or its own trap comes.
         let (i, tenant) = instance(Limits { call: Duration::from_millis(50), ..Limits::default() }, || {});
-        bounded_by_caller(Instant::now() + Duration::from_secs(60), || call(&i, name)).unwrap_err();
+        let later = Patience::Operation(Instant::now() + Duration::from_secs(60));
+        call_within(&i, later, "entry", name).unwrap_err();
         assert_eq!(stops(&tenant), 1, "{name}: the plugin's time");
     }
     let (i, tenant) = instance(Limits::default(), || {});
@@ -252,7 +258,7 @@ fn only_what_the_plugin_does_itself_is_counted_against_it() {
     assert!(e.contains("unreachable"), "{e}");
     assert_eq!(stops(&tenant), 1, "a trap after an abort");
     let (i, tenant) = instance(Limits::default(), || {});
-    bounded_by_caller(Instant::now(), || call(&i, "trap")).unwrap_err();
+    call_within(&i, Patience::Operation(Instant::now()), "entry", "trap").unwrap_err();
     assert_eq!(stops(&tenant), 1, "a trap after the caller's deadline");
 }
 
@@ -296,21 +302,21 @@ fn a_restart_does_not_outlast_the_call_that_it_is_for() {
     let again = spins.clone();
     let (library, tenant) = starts(move || again.load(Ordering::Relaxed));
     let serves = Instance::renewable(&library, state(&tenant)).unwrap();
-    let gone = Instance::new(&library, state(&tenant)).unwrap();
+    let gone = Instance::new(&library, state(&tenant), Patience::Usual).unwrap();
     for i in [&serves, &gone] {
         call_as(i, "trap", "trap").unwrap_err();
     }
-    let soon = || Instant::now() + Duration::from_millis(50);
+    let soon = || Patience::Host(Instant::now() + Duration::from_millis(50));
     spins.store(true, Ordering::Relaxed);
-    let e = bounded(Some(soon()), || call(&serves, "entry")).unwrap_err();
+    let e = call_within(&serves, soon(), "entry", "entry").unwrap_err();
     assert!(matches!(e, Error::Busy { entry: "entry", inside: "restart", .. }), "{e}");
     assert_eq!(e.status(), Status::TIMEOUT);
-    let e = gone.successor("restart", Some(soon())).map(drop).unwrap_err();
+    let e = gone.successor("restart", soon()).map(drop).unwrap_err();
     assert!(matches!(e, Error::Busy { inside: "restart", .. }), "{e}");
     assert_eq!(tenant.supervisor.blamed(&library.digest), 2);
     spins.store(false, Ordering::Relaxed);
     call(&serves, "entry").unwrap();
-    let new = gone.successor("restart", Some(Instant::now() + Duration::from_secs(600))).unwrap();
+    let new = gone.successor("restart", Patience::Host(Instant::now() + Duration::from_secs(600))).unwrap();
     call(&new, "entry").unwrap();
 }
 
@@ -331,8 +337,10 @@ fn an_instance_is_read_while_another_one_is_made_in_its_place() {
         }
         false
     });
-    let (serves, gone) =
-        (Instance::renewable(&library, state(&tenant)).unwrap(), Instance::new(&library, state(&tenant)).unwrap());
+    let (serves, gone) = (
+        Instance::renewable(&library, state(&tenant)).unwrap(),
+        Instance::new(&library, state(&tenant), Patience::Usual).unwrap(),
+    );
     for i in [&serves, &gone] {
         call_as(i, "trap", "trap").unwrap_err();
     }
@@ -340,7 +348,11 @@ fn an_instance_is_read_while_another_one_is_made_in_its_place() {
     for old in [&gone, &serves] {
         std::thread::scope(|s| {
             let restarts = s.spawn(|| {
-                if Arc::ptr_eq(old, &gone) { gone.successor("restart", None).map(drop) } else { call(old, "entry") }
+                if Arc::ptr_eq(old, &gone) {
+                    gone.successor("restart", Patience::Usual).map(drop)
+                } else {
+                    call(old, "entry")
+                }
             });
             entered.recv().unwrap();
             let begun = Instant::now();

@@ -19,7 +19,8 @@ const BURST: Duration = Duration::from_secs(1);
 const GRAIN: Duration = Duration::from_millis(10);
 
 thread_local! {
-    /// This thread's time on a core that is counted already; none while it is in no instance.
+    /// This thread's time on a core that is counted already; none while it is in no instance. The clock is the thread's own, so
+    /// what is counted of it is too.
     static COUNTED: Cell<Option<Duration>> = const { Cell::new(None) };
 }
 

@@ -15,7 +15,7 @@ use crate::api::streams::Stream;
 use crate::config::RuntimeConfig;
 use crate::launched::Launched;
 use crate::plane::Seat;
-use crate::plane::ask::{Answer, Ask, Patience};
+use crate::plane::ask::{Answer, Ask};
 use crate::plane::host::bad;
 use crate::plane::join::{Joining, Place, Rendezvous};
 use enc::table::Policy;
@@ -25,6 +25,7 @@ use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::limits::ID_BYTES;
 use sandbox::objects::CommCore;
+use sandbox::store::Patience;
 use sandbox::{id, job};
 
 /// How to join.
@@ -196,7 +197,7 @@ impl Communicator {
         if self.plane.linked_by_rings() {
             self.plane.agree_on_direct(Patience::Usual)?;
         }
-        self.plane.keep_checkpoint(None);
+        self.plane.keep_checkpoint(Patience::Usual);
         Ok(())
     }
 

@@ -29,7 +29,7 @@ use rustix::net::SocketAddrUnix;
 
 use crate::client::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
 use crate::message::{self, MessageError};
-use crate::plane::ask::{Answer, Ask, ControlPlane, Patience, Service};
+use crate::plane::ask::{Answer, Ask, ControlPlane, Service};
 use crate::plane::here::Here;
 use crate::plane::host::Host;
 use crate::plane::join::{Joined, Joining, Rendezvous};
@@ -42,6 +42,7 @@ use sandbox::limits::SERVICE_MESSAGE;
 use sandbox::objects::CommCore;
 use sandbox::policy::{Network, Rate, Share};
 use sandbox::status::Status;
+use sandbox::store::Patience;
 
 /// The service, as a runtime knows it.
 #[derive(Debug)]
@@ -342,7 +343,7 @@ impl ControlPlane for Served {
         }
     }
 
-    fn free(&self) -> Result<(), Error> {
+    fn free(&self, _: Patience) -> Result<(), Error> {
         // Closing the connection frees it too: a service that hangs does not hold this process up.
         let now = Instant::now();
         let Some(mut line) = self.line.enter(&mut Wait::until(now)) else { return Ok(()) };

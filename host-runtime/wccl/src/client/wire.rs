@@ -18,10 +18,11 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::plane::ask::{Answer, Ask, Patience};
+use crate::plane::ask::{Answer, Ask};
 use crate::plane::join::Place;
 use sandbox::key::GroupKey;
 use sandbox::policy::Network;
+use sandbox::store::Patience;
 
 /// Version of everything below [`Hello`].
 pub(crate) const PROTOCOL: u32 = 2;
@@ -121,7 +122,8 @@ impl Bound {
         match patience {
             Patience::Usual => Bound::Usual,
             Patience::Waits(until) => Bound::Waits(ms(until)),
-            Patience::Operation(until) => Bound::Operation(ms(until)),
+            // To the service a client is a caller, whoever set it there.
+            Patience::Operation(until) | Patience::Host(until) => Bound::Operation(ms(until)),
         }
     }
 

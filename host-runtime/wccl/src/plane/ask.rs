@@ -3,9 +3,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::time::Instant;
 
-use hw_bridge::os::patience::resumed;
 use serde::{Deserialize, Serialize};
 
 use crate::plane::here::Here;
@@ -17,6 +15,7 @@ use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
 use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::policy::Network;
+use sandbox::store::Patience;
 
 /// Who answers the control calls of a communicator.
 pub(crate) trait ControlPlane: Debug + Send + Sync {
@@ -26,11 +25,11 @@ pub(crate) trait ControlPlane: Debug + Send + Sync {
     /// The library's, and those of the way there.
     fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error>;
 
-    /// Ends the library's side of the communicator (slot 6).
+    /// Ends the library's side of the communicator (slot 6); a service has its own patience with that.
     ///
     /// # Errors
     /// As [`ControlPlane::ask`].
-    fn free(&self) -> Result<(), Error>;
+    fn free(&self, patience: Patience) -> Result<(), Error>;
 
     /// The instance, if it is one of this process.
     fn here(&self) -> Option<&Here>;
@@ -100,41 +99,5 @@ impl Answer {
     /// An answer of another form than was asked for.
     pub(crate) fn unexpected(self, ask: &'static str) -> Error {
         Error::Bug(format!("a control call for {ask} was answered with {self:?}"))
-    }
-}
-
-/// How long a control call may take, beside the library's own deadlines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Patience {
-    /// As long as these say.
-    Usual,
-    /// No wait in it outlasts the moment, be it for another call of the instance, for a restart, or the guest's own; a guest
-    /// that goes on has the library's time. The call may be made again.
-    Waits(Instant),
-    /// It serves an operation that gives up then: the instance is stopped if it does not come back.
-    Operation(Instant),
-}
-
-impl Patience {
-    /// Of an operation that ends at `until`, or never.
-    pub(crate) fn operation(until: Option<Instant>) -> Patience {
-        until.map_or(Patience::Usual, Patience::Operation)
-    }
-
-    /// When it ends, if it does before the library's own deadlines.
-    pub(crate) fn until(self) -> Option<Instant> {
-        match self {
-            Patience::Usual => None,
-            Patience::Waits(until) | Patience::Operation(until) => Some(until),
-        }
-    }
-
-    /// The same later on, for a call that knows nothing of a stop of the process since then.
-    pub(crate) fn resumed(self, since: Instant) -> Patience {
-        match self {
-            Patience::Usual => Patience::Usual,
-            Patience::Waits(until) => Patience::Waits(resumed(until, since)),
-            Patience::Operation(until) => Patience::Operation(resumed(until, since)),
-        }
     }
 }

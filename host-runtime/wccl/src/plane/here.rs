@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use crate::plane::ask::{Answer, Ask, ControlPlane, Patience};
+use crate::plane::ask::{Answer, Ask, ControlPlane};
 use crate::plane::host::{Host, bad};
 use crate::plane::join::{Joined, Joining, Place, Rendezvous};
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
-use sandbox::entries::{COLLECTIVES, Resource};
+use sandbox::entries::{COLLECTIVES, Holder, Resource};
 use sandbox::error::Error;
 use sandbox::imports::sockets::decode;
 use sandbox::limits::{ADDRESS_BYTES, byte_list};
 use sandbox::objects::Client;
-use sandbox::store::{Instance, bounded_by_caller, waiting};
+use sandbox::store::{EntryCall, Instance, Patience};
 
 /// An instance of the library, and its handle of the communicator.
 #[derive(Debug, Clone)]
@@ -42,9 +42,10 @@ impl Here {
         };
         host.tenant.may_use_core(place.core)?;
         let dev = place.device_info(host)?;
-        let instance = loaded.instantiate(&host.tenant, abort, Some(place.core), j.key, Some((rank, n)), client)?;
+        let holder = Holder { core: place.core, key: j.key, seat: Some((rank, n)), client };
+        let instance = loaded.instantiate(&host.tenant, abort, holder, Patience::Usual)?;
         host.roster.joins(&instance, rank);
-        let forward = &host.forward;
+        let (forward, call) = (&host.forward, EntryCall::of(&instance));
         let made = match &j.rendezvous {
             Rendezvous::Id(id) => {
                 // A rank whose join failed may try again as long as the root waits for it.
@@ -56,13 +57,13 @@ impl Here {
                 }
                 let root = decode(&id[..ADDRESS_BYTES]).ok();
                 instance.peek(|s| s.root = root);
-                let made = forward.init_comm(Some(&instance), n32, id, rank32, &dev, false)?;
+                let made = forward.init_comm(call, n32, id, rank32, &dev, false)?;
                 host.used.note(&j.key, rank);
                 made
             }
             Rendezvous::Root(root) => {
                 instance.peek(|s| s.root_name = root.rsplit_once(':').map(|(host, _)| host.into()));
-                forward.init_global_comm(Some(&instance), rank32, n32, &dev, Some(root), "global comm")?
+                forward.init_global_comm(call, rank32, n32, &dev, Some(root), "global comm")?
             }
         };
         let handle = made.rep();
@@ -73,61 +74,55 @@ impl Here {
             let (r, m) = (core.rank, core.nranks);
             return Err(bad(format!("the plugin made rank {r} of {m}, rank {rank} of {n} was asked for")));
         }
-        let info = forward.get_comm_info(Some(&instance), Resource::new_borrow(handle), true)?;
+        let info = forward.get_comm_info(call, Resource::new_borrow(handle), true)?;
         let here = Here { host: host.clone(), instance, handle };
         Ok(Joined { control: Arc::new(here), core, info, place })
     }
+}
 
-    fn call(&self, ask: Ask) -> Result<Answer, Error> {
+impl ControlPlane for Here {
+    fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
         const HINT: &str = "runtime";
-        let (f, i, c) = (&self.host.forward, Some(&*self.instance), Resource::new_borrow(self.handle));
+        let call = EntryCall::of(&self.instance).within(patience);
+        let (f, c) = (&self.host.forward, Resource::new_borrow(self.handle));
         Ok(match ask {
-            Ask::BuildGraph => f.build_graph_comm(i, c).map(|()| Answer::Done)?,
-            Ask::Info => Answer::Info(Box::new(f.get_comm_info(i, c, true)?)),
-            Ask::Expand => f.expand_connectivity(i, c, NetConnectivity::Mesh).map(|()| Answer::Done)?,
+            Ask::BuildGraph => f.build_graph_comm(call, c).map(|()| Answer::Done)?,
+            Ask::Info => Answer::Info(Box::new(f.get_comm_info(call, c, true)?)),
+            Ask::Expand => f.expand_connectivity(call, c, NetConnectivity::Mesh).map(|()| Answer::Done)?,
             Ask::Progress { stream, block, idle, done } => {
-                let (idle, done) = f.network_proxy_progress(i, c, stream, block, idle, done)?;
+                let (idle, done) = f.network_proxy_progress(call, c, stream, block, idle, done)?;
                 Answer::Progress { idle, done }
             }
             Ask::Send { peer, data } => {
                 within("neuron-bootstrap-send", data.len() as u64)?;
-                f.bootstrap_send(i, c, peer, &data, HINT).map(|()| Answer::Done)?
+                f.bootstrap_send(call, c, peer, &data, HINT).map(|()| Answer::Done)?
             }
             Ask::Receive { peer, bytes } => {
                 within("neuron-bootstrap-recv", bytes)?;
-                Answer::Bytes(f.bootstrap_recv(i, c, peer, bytes, HINT)?)
+                Answer::Bytes(f.bootstrap_recv(call, c, peer, bytes, HINT)?)
             }
             Ask::AllGather { block } => {
                 within("neuron-bootstrap-send", block.len() as u64)?;
-                Answer::Bytes(f.bootstrap_all_gather(i, c, &block, HINT)?)
+                Answer::Bytes(f.bootstrap_all_gather(call, c, &block, HINT)?)
             }
-            Ask::PeerDevice { peer } => Answer::Device(f.get_peer_device_id(i, c, peer)?),
-            Ask::Affinity { mask, core } => Answer::Mask(f.set_affinity(i, c, mask.as_deref(), core)?),
+            Ask::PeerDevice { peer } => Answer::Device(f.get_peer_device_id(call, c, peer)?),
+            Ask::Affinity { mask, core } => Answer::Mask(f.set_affinity(call, c, mask.as_deref(), core)?),
             Ask::RingConnector { channel, is_send } => {
-                let connector = f.get_net_connector(i, c, EncPattern::Ring, channel, is_send)?;
+                let connector = f.get_net_connector(call, c, EncPattern::Ring, channel, is_send)?;
                 self.instance.peek(|s| s.remove(connector));
                 Answer::Done
             }
             Ask::Stopped => Answer::Stopped(self.instance.stopped()),
         })
     }
-}
-
-impl ControlPlane for Here {
-    fn ask(&self, ask: Ask, patience: Patience) -> Result<Answer, Error> {
-        match patience {
-            Patience::Usual => self.call(ask),
-            Patience::Operation(until) => bounded_by_caller(until, || self.call(ask)),
-            Patience::Waits(until) => waiting(until, || self.call(ask)),
-        }
-    }
 
     /// Gives the library its free call, unless it has stopped.
-    fn free(&self) -> Result<(), Error> {
+    fn free(&self, patience: Patience) -> Result<(), Error> {
         if self.instance.stopped().is_some() {
             return Ok(());
         }
-        self.host.forward.free_comm(Some(&self.instance), Resource::new_borrow(self.handle))
+        let call = EntryCall::of(&self.instance).within(patience);
+        self.host.forward.free_comm(call, Resource::new_borrow(self.handle))
     }
 
     fn here(&self) -> Option<&Here> {

@@ -14,7 +14,7 @@ use sandbox::id;
 use sandbox::key::GroupKey;
 use sandbox::limits::ID_BYTES;
 use sandbox::policy::Network;
-use sandbox::store::for_group;
+use sandbox::store::EntryCall;
 use sandbox::tenant::Tenant;
 
 /// A mistake of whoever calls.
@@ -78,7 +78,7 @@ impl Host {
         self.collectives("neuronGetUniqueId")?;
         let id = match &self.service {
             Some(service) => service.start_root(n, key)?,
-            None => for_group(key, || self.forward.get_unique_id(None, n, "unique id"))?,
+            None => self.forward.get_unique_id(EntryCall::library().for_group(key), n, "unique id")?,
         };
         id::answered(id)
     }

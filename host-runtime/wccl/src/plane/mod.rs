@@ -26,7 +26,7 @@ use hw_bridge::exec::sequencer::OpError;
 use hw_bridge::group::RankState;
 use hw_bridge::os::patience::{Wait, passed};
 
-use crate::plane::ask::{Answer, Ask, ControlPlane, Patience};
+use crate::plane::ask::{Answer, Ask, ControlPlane};
 use crate::plane::doors::Inside;
 use crate::plane::here::Here;
 use crate::plane::host::{Host, bad};
@@ -41,7 +41,7 @@ use sandbox::lifecycle::Checkpoint;
 use sandbox::limits::FREE_PATIENCE;
 use sandbox::objects::{Client, CommCore};
 use sandbox::status::Status;
-use sandbox::store::{Library, bounded};
+use sandbox::store::{Library, Patience};
 
 pub(crate) mod ask;
 pub(crate) mod doors;
@@ -279,33 +279,28 @@ impl Plane {
         const ENTRY: &str = "an entry of the library";
         let begun = Instant::now();
         let _inside = self.enter(ENTRY, patience)?;
-        let serves = self.serving(ENTRY, patience.until(), begun)?;
+        let serves = self.serving(ENTRY, patience, begun)?;
         let answer = serves.ask(ask, patience.resumed(begun));
         self.core.endpoint.control().set_component_calls(self.host.component_calls());
         answer
     }
 
-    /// Who is to be called, for a call of `entry` that began at `begun` and is over at `until`. An instance that has stopped is
+    /// Who is to be called, for a call of `entry` with this patience that began at `begun`. An instance that has stopped is
     /// replaced by a new one with the plan of the last checkpoint, or without if the checkpoint is what stopped it, as often as
     /// the tenant's limits allow; of a plugin without checkpoints it stays, and answers what stopped it. Bootstrap connections
     /// ended with the old one.
-    fn serving(
-        &self,
-        entry: &'static str,
-        until: Option<Instant>,
-        begun: Instant,
-    ) -> Result<Arc<dyn ControlPlane>, Error> {
+    fn serving(&self, entry: &'static str, patience: Patience, begun: Instant) -> Result<Arc<dyn ControlPlane>, Error> {
         let stopped = |who: &Arc<dyn ControlPlane>| who.here().filter(|h| h.instance.stopped().is_some()).cloned();
         let who = self.who();
         // One that stops in its probation gives way to the plugin before.
         let Some(old) = stopped(&who).filter(|_| self.host.roster.probation().is_none()) else { return Ok(who) };
         // One at a time: who waited finds the new one.
         let longest = self.host.tenant.limits.entry;
-        let mut wait = Wait::until(until.into_iter().fold(begun + longest, Instant::min)).since(begun);
+        let mut wait = Wait::until(patience.until().into_iter().fold(begun + longest, Instant::min)).since(begun);
         let checkpoint = self.checkpoint.enter(&mut wait).ok_or_else(|| old.instance.late(entry, begun))?;
         let who = self.who();
         let (Some(checkpoint), Some(old)) = (&*checkpoint, stopped(&who)) else { return Ok(who) };
-        let (instance, handle) = checkpoint.restore(&old.instance, &self.core, entry, until, begun)?;
+        let (instance, handle) = checkpoint.restore(&old.instance, &self.core, entry, patience, begun)?;
         let mut control = self.control.write().unwrap_or_else(|p| p.into_inner());
         // A swap that did not wait for this call has put another one there.
         if control.here().is_some_and(|now| Arc::ptr_eq(&now.instance, &old.instance)) {
@@ -314,12 +309,12 @@ impl Plane {
         Ok(control.clone())
     }
 
-    /// Keeps the plan that the plugin has now, if it hands it out, until `until` at the latest. A service does so by itself.
-    pub(crate) fn keep_checkpoint(&self, until: Option<Instant>) {
+    /// Keeps the plan that the plugin has now, if it hands it out. A service does so by itself.
+    pub(crate) fn keep_checkpoint(&self, patience: Patience) {
         while let Some(here) = self.who().here() {
             // Whoever restores one has it; what that one keeps is as good.
             let Some(mut kept) = self.checkpoint.enter(&mut Wait::until(Instant::now())) else { return };
-            *kept = Checkpoint::take((&*here.instance, here.handle), until).unwrap_or_else(|(why, without)| {
+            *kept = Checkpoint::take((&*here.instance, here.handle), patience).unwrap_or_else(|(why, without)| {
                 let (tenant, comm) = (&self.host.tenant, self.core.id);
                 if tenant.may_log() {
                     tracing::warn!(tenant = %tenant.name, comm, "no plan is kept for a restart of the plugin: {why}");
@@ -398,7 +393,7 @@ impl Plane {
             }
         })?;
         self.expanded.store(true, Ordering::Release);
-        self.keep_checkpoint(None);
+        self.keep_checkpoint(Patience::Usual);
         Ok(())
     }
 
@@ -485,8 +480,8 @@ impl Drop for Seat {
         let doors = &plane.host.doors;
         let inside = doors.enter("neuronFreeComm", plane.host.tenant.limits.entry);
         // A plugin that does not come back from it is stopped.
-        let until = Instant::now().checked_add(FREE_PATIENCE);
-        if let Err(e) = inside.and_then(|_inside| bounded(until, || plane.who().free())) {
+        let patience = Patience::host(Instant::now().checked_add(FREE_PATIENCE));
+        if let Err(e) = inside.and_then(|_inside| plane.who().free(patience)) {
             tracing::debug!("freeing communicator {}: {e}", plane.core.id);
         }
     }

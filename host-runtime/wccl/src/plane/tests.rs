@@ -4,6 +4,7 @@ use super::*;
 use crate::api::Runtime;
 use crate::config::RuntimeConfig;
 use crate::plane::join::Rendezvous;
+use sandbox::entries::Holder;
 use sandbox::key::GroupKey;
 
 /// A group of one rank.
@@ -58,7 +59,7 @@ fn a_call_waits_behind_another_no_longer_than_its_deadline() {
                 let _ = asked.recv_timeout(Duration::from_secs(10));
                 Ok(())
             };
-            instance.with("slow", waits).unwrap();
+            instance.with("slow", Patience::Usual, None, waits).unwrap();
         });
         entered.recv().unwrap();
         for patience in [Patience::Waits, Patience::Operation] {
@@ -75,7 +76,8 @@ fn a_call_waits_behind_another_no_longer_than_its_deadline() {
 /// Stops the instance as a trap would.
 fn stop(seat: &Seat) {
     let (instance, _) = seat.control().unwrap();
-    instance.with("trap", |_, _| Err::<(), _>(std::io::Error::other("a trap").into())).unwrap_err();
+    let traps = |_: &mut _, _| Err::<(), _>(std::io::Error::other("a trap").into());
+    instance.with("trap", Patience::Usual, None, traps).unwrap_err();
 }
 
 /// Neither for the restart itself, nor for another caller's.
@@ -83,7 +85,7 @@ fn stop(seat: &Seat) {
 fn a_call_waits_for_a_restart_no_longer_than_its_deadline() {
     let (runtime, joining) = alone();
     let (seat, ..) = Seat::join(runtime.host(), &joining, &AbortToken::new().unwrap(), None).unwrap();
-    seat.keep_checkpoint(None);
+    seat.keep_checkpoint(Patience::Usual);
     stop(&seat);
     std::thread::sleep(runtime.host().tenant.limits.restart_pause);
     let late = |patience: Patience| match seat.ask(Ask::Info, patience) {
@@ -179,7 +181,8 @@ fn what_a_replaced_library_planned_is_not_taken_over() {
     let (serves, plan) = (seat.serves(), plan_of(&seat, 1));
     let source = sandbox::entries::read(&host.tenant, &host.config.plugin.clone().unwrap()).unwrap();
     let new = sandbox::entries::load(&host.tenant, &source, &[]).unwrap();
-    let instance = new.instantiate(&host.tenant, &abort, None, joining.key, None, None).unwrap();
+    let holder = Holder { core: seat.logical_core(), key: joining.key, seat: None, client: None };
+    let instance = new.instantiate(&host.tenant, &abort, holder, Patience::Usual).unwrap();
     seat.set_control((instance, 0));
     let e = seat.take_over("build", &serves, plan).unwrap_err().to_string();
     assert!(e.contains("rank 0 has no rings: a hot swap (--force) has replaced the plugin"), "{e}");

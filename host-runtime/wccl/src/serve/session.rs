@@ -31,6 +31,7 @@ use sandbox::error::Error;
 use sandbox::limits::{MAX_HELLO_BYTES, MAX_REQUEST_BYTES, SERVICE_MESSAGE};
 use sandbox::objects::Client;
 use sandbox::status::Status;
+use sandbox::store::Patience;
 
 /// Characters of a client's that a message repeats.
 const MAX_WORDS: usize = 400;
@@ -256,7 +257,7 @@ impl Worker<'_> {
                     let _inside = plans.then(|| plane.enter("an entry of the library", patience)).transpose()?;
                     let answer = plane.ask(ask, patience)?;
                     if plans {
-                        plane.keep_checkpoint(None);
+                        plane.keep_checkpoint(Patience::Usual);
                     }
                     Ok(Reply::Answer(answer))
                 }

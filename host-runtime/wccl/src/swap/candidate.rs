@@ -6,19 +6,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hw_bridge::group::ballot::Vote;
-use sandbox::entries::Resource;
 use sha2::{Digest, Sha256};
 
 use crate::plane::host::Host;
 use crate::plane::roster::{Held, Kept, Parked};
 use crate::plane::{Plan, Plane};
 use crate::swap::Request;
-use sandbox::entries::{self, Loaded};
+use sandbox::entries::{self, Holder, Loaded, Resource};
 use sandbox::lifecycle;
 use sandbox::lifecycle::fits;
 use sandbox::load::Source;
 use sandbox::objects::CommunicatorObject;
-use sandbox::store::bounded;
+use sandbox::store::{EntryCall, Patience};
 use sandbox::text::line;
 
 /// What the old plugin has at least for the call by which it serves on.
@@ -111,10 +110,11 @@ impl Candidate {
             let new = match back {
                 Some((_, control, _)) => control.clone(),
                 None => {
-                    let (logical, client) = (Some(plane.logical_core()), core.client().cloned());
-                    let made =
-                        || self.loaded.instantiate(&self.host.tenant, &core.abort, logical, core.key, None, client);
-                    let instance = bounded(Some(until), made).map_err(|e| e.to_string())?;
+                    let (logical, client) = (plane.logical_core(), core.client().cloned());
+                    let holder = Holder { core: logical, key: core.key, seat: None, client };
+                    let (tenant, patience) = (&self.host.tenant, Patience::Host(until));
+                    let made = self.loaded.instantiate(tenant, &core.abort, holder, patience);
+                    let instance = made.map_err(|e| e.to_string())?;
                     let handle = instance
                         .peek(|s| s.add(CommunicatorObject(core)))
                         .map_err(|_| "a fresh instance has no room for one handle".to_string())?;
@@ -129,7 +129,7 @@ impl Candidate {
 
     /// What goes into the ballot; the plugin has until `until` to say it.
     pub fn vote(&self, until: Instant) -> Vote {
-        let wire = lifecycle::describe(&self.loaded.instance, Some(until));
+        let wire = lifecycle::describe(&self.loaded.instance, Patience::Host(until));
         let wire = wire.map_or(0, |d| digest_words(d.wire_compat.as_bytes())[0]);
         Vote { digest: digest_words(self.loaded.library.digest.as_bytes()), wire }
     }
@@ -142,7 +142,7 @@ impl Candidate {
             return Ok(());
         }
         let about = |e: String| format!("{e}; `stateless` would leave the plans of the old plugin behind");
-        let by = Some(until);
+        let by = Patience::Host(until);
         let new = lifecycle::describe(&self.loaded.instance, by).map_err(about)?;
         let old = lifecycle::describe(&self.moves[0].old.0, by).map_err(about)?;
         if old.wire_compat != new.wire_compat {
@@ -165,11 +165,11 @@ impl Candidate {
             let moved = lifecycle::export(before, by, &old).map_err(about).and_then(|plan| {
                 lifecycle::import(held, by, &new, &plan)?;
                 lifecycle::resume(held, by)?;
-                let info = || forward.get_comm_info(Some(held.0), Resource::new_borrow(held.1), true);
-                bounded(by, info).and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
+                let info = forward.get_comm_info(EntryCall::of(held.0).within(by), Resource::new_borrow(held.1), true);
+                info.and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
             });
             // Whatever came of it, it is called again as soon as the doors open.
-            let resumed = lifecycle::resume(before, Some(until.max(Instant::now() + RESUMES)));
+            let resumed = lifecycle::resume(before, Patience::Host(until.max(Instant::now() + RESUMES)));
             m.plan = Some(Arc::new(moved.map_err(of)?));
             resumed.map_err(of)?;
         }

@@ -17,6 +17,7 @@ use crate::swap::control::Answer;
 use crate::swap::{Fault, Kind, Order, Outcome, Request, Step, Swaps, probation};
 use hw_bridge::os::lock::lock;
 use sandbox::limits::MESSAGE_PATIENCE;
+use sandbox::store::Patience;
 
 /// What a participant says that only does what others decided.
 const GIVEN_UP: &str = "it was given up";
@@ -386,7 +387,7 @@ impl Part<'_> {
         drop(closed);
         let pause = began.elapsed();
         eras::note(self.host);
-        let kept_by = Some(Instant::now() + order.quiesce);
+        let kept_by = Patience::Host(Instant::now() + order.quiesce);
         planes.iter().filter(|(p, _)| !p.left()).for_each(|(p, _)| p.keep_checkpoint(kept_by));
         let parked = Parked { loaded, kept, until, swap: request.id, pids: request.pids.clone(), successor, stops };
         // What failed in probation does not come back; what was parked before serves again. RETIRE, where there is no probation.
