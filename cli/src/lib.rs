@@ -33,7 +33,7 @@ use crate::cmd::{bench, demo, info, plugin, run, serve, swap, tenant, top, worke
 use crate::launch::guard;
 use crate::launch::launcher::{Failed, Interrupted};
 use crate::log::{LOG_FORMAT, LogFormat};
-use crate::usage::Usage;
+use crate::usage::UsageError;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -102,7 +102,7 @@ fn start_log(cli: &Cli) -> anyhow::Result<()> {
         _ => "warn",
     };
     let filter = match &cli.log {
-        Some(f) => EnvFilter::try_new(f).map_err(|e| Usage(format!("--log (or WCCL_LOG) is `{f}`: {e}")))?,
+        Some(f) => EnvFilter::try_new(f).map_err(|e| UsageError(format!("--log (or WCCL_LOG) is `{f}`: {e}")))?,
         None => EnvFilter::try_new(usual).context("making the default log filter")?,
     };
     let format = *LOG_FORMAT.get_or_init(|| cli.log_format);
@@ -166,7 +166,7 @@ fn read() -> anyhow::Result<Cli> {
     let mut unreadable = None;
     let matches = unset_all(Cli::command(), &mut unreadable).get_matches();
     if let Some(why) = unreadable {
-        return Err(Usage(why).into());
+        return Err(UsageError(why).into());
     }
     Ok(Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.exit()))
 }
@@ -188,7 +188,7 @@ pub fn main() -> ExitCode {
                 hw_bridge::os::signals::end_by(i.signal);
                 return ExitCode::from(128 + i.signal.as_raw() as u8);
             }
-            let usage = e.downcast_ref::<Usage>().is_some();
+            let usage = e.downcast_ref::<UsageError>().is_some();
             let failed = e.downcast_ref::<Failed>().map_or(1, |f| f.code);
             // Whoever reads our output went away: nothing is wrong here, and nobody is left to tell.
             let unread = e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);

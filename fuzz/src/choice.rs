@@ -1,8 +1,8 @@
 //! What decides and what is executed: tables of choices, schedules.
 
 use arbitrary::{Result, Unstructured};
-use enc::check::{Member, check};
-use enc::table::{Memory, Policy, Table};
+use enc::check::{CallRank, check};
+use enc::table::{Criteria, Memory, Table};
 use enc::{Algorithm, Call, Lists, Move, compile_with, explain, serves};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
@@ -12,14 +12,14 @@ use wccl::{DataType, ReduceOp};
 pub fn table(data: &[u8]) {
     let Ok(table) = Table::parse(data) else { return };
     assert_eq!(Table::parse(table.to_string().as_bytes()).ok().as_ref(), Some(&table));
-    let policy = Policy { table: Some(&table), ..Policy::default() };
+    let criteria = Criteria { table: Some(&table), ..Criteria::default() };
     for op in Op::ALL {
         for (n, count) in [(1, 0), (2, 1), (5, 8 << 10), (64, 1 << 40), (64, u64::MAX)] {
             for memory in Memory::ALL {
                 let private = memory == Memory::Host;
                 let call = Call { op, count, private, ..plain() };
-                let decision = policy.decide(&call, n);
-                assert!(count == u64::MAX || serves(decision.algorithm, &call, n), "{call:?} {decision:?}");
+                let choice = criteria.decide(&call, n);
+                assert!(count == u64::MAX || serves(choice.algorithm, &call, n), "{call:?} {choice:?}");
             }
         }
     }
@@ -188,7 +188,8 @@ fn schedules(u: &mut Unstructured<'_>) -> Result<()> {
         inside(s);
         assert!(!explain(s).to_string().is_empty());
     }
-    let members: Vec<Member<'_>> = calls.iter().zip(&sealed).map(|(c, s)| Member { call: *c, schedule: s }).collect();
+    let members: Vec<CallRank<'_>> =
+        calls.iter().zip(&sealed).map(|(c, s)| CallRank { call: *c, schedule: s }).collect();
     if let Err(flaw) = check(&members, lists) {
         assert!(!flaw.to_string().is_empty());
     }

@@ -6,27 +6,27 @@ use std::sync::{Arc, OnceLock};
 
 use hw_bridge::model::IncrementRegister;
 use hw_bridge::proxy::{Entry, NetPath, Proxy, READY};
-use nccom_core::bootstrap::wire::{self, Address, Header, Hello, Info, RootAnswer};
+use nccom_core::bootstrap::wire::{self, Address, Header, Info, PeerHello, RootAnswer};
 use nccom_core::connect::P2pInfo;
 use nccom_core::peers::{PeerRecord, RECORD_BYTES};
 use nccom_core::rings::{Layout, TOPO_RANKS_BYTES, TopoRanks, both_ways_and_strided, doubled, pods, postset};
 use nccom_core::search::{self, Graph, RUNTIME_NAME};
-use nccom_core::state::{self, State};
+use nccom_core::state::{self, PlanState};
 use nccom_core::topo::limits::MAX_CHANNELS;
-use nccom_core::topo::{Facts, Family, System, xml};
-use sandbox::load::Kind;
+use nccom_core::topo::{Family, MachineFacts, System, xml};
+use sandbox::load::PluginKind;
 use sandbox::store::Library;
 use tests::zoo::Plugin;
 
 /// Facts by a byte: every family there is, with one and two cores in a logical one.
-fn facts(byte: u8) -> Facts {
+fn facts(byte: u8) -> MachineFacts {
     let virtual_core_size = 1 + u32::from(byte & 1);
-    Facts {
+    MachineFacts {
         family: Family(u32::from(byte >> 1)),
         virtual_core_size,
         cores_per_device: 8,
         multi_node: byte & 0x80 != 0,
-        ..Facts::default()
+        ..MachineFacts::default()
     }
 }
 
@@ -61,7 +61,8 @@ pub fn graph(data: &[u8]) {
     static SYSTEM: OnceLock<System> = OnceLock::new();
     let system = SYSTEM.get_or_init(|| {
         let text = include_str!("../../plugins/nccom-core/src/topo/testdata/topo_4p1h.xml");
-        let mut system = System::from_document(text, Facts::default(), true).expect("the document is a published one");
+        let mut system =
+            System::from_document(text, MachineFacts::default(), true).expect("the document is a published one");
         system.prepare();
         system
     });
@@ -84,7 +85,7 @@ pub fn bootstrap(data: &[u8]) {
         0 => Header::decode(b).map_or((), |h| assert_eq!(h.encode(), b)),
         1 => Info::decode(b).map_or((), |i| assert_eq!(i.encode(), b)),
         2 => RootAnswer::decode(b).map_or((), |a| assert_eq!(a.encode(), b)),
-        3 => Hello::decode(b).map_or((), |h| assert_eq!(h.encode(), b)),
+        3 => PeerHello::decode(b).map_or((), |h| assert_eq!(h.encode(), b)),
         4 => {
             if let Some(failure) = wire::decode_refusal(b) {
                 // A text that was no UTF-8 grows when it is read and may be cut when it is handed on; from then on it stays.
@@ -146,14 +147,14 @@ fn rings(b: &[u8]) {
 /// release arranges rings from it that hold each rank once.
 pub fn state_import(data: &[u8]) {
     let [schema, bytes @ ..] = data else { return };
-    let state = match State::decode(u32::from(*schema), bytes) {
+    let state = match PlanState::decode(u32::from(*schema), bytes) {
         Ok(state) => state,
         Err(e) => return assert!(!e.text.is_empty()),
     };
     let said = format!("{state:?}");
     for schema in state::READ {
         let b = state::encode(schema, &state.head, &state.records, state.graph.as_ref(), state.wires.as_ref());
-        assert_eq!(State::decode(schema, &b).map(|s| format!("{s:?}")).as_ref(), Ok(&said));
+        assert_eq!(PlanState::decode(schema, &b).map(|s| format!("{s:?}")).as_ref(), Ok(&said));
     }
     let ranks: Vec<_> = state.records.iter().map(PeerRecord::rank_info).collect();
     let Ok(layout) = Layout::of_ranks(&ranks) else { return };
@@ -308,7 +309,7 @@ pub fn loader(data: &[u8]) {
         },
         _ => changed(SMALL.get_or_init(small), rest),
     };
-    let kind = if rest.len() % 2 == 0 { Kind::Transport } else { Kind::Net };
+    let kind = if rest.len() % 2 == 0 { PluginKind::Transport } else { PluginKind::Net };
     match Library::link("fuzz", &file, kind, &[]) {
         Ok(library) => drop((library.imports(), library.exports())),
         Err(e) => assert!(!e.is_empty()),

@@ -14,7 +14,7 @@ use hw_bridge::exec::share::{Market, Share, Terms};
 use hw_bridge::group::{CONTROL_BYTES, Control, Peer, flight};
 use hw_bridge::limits::{LANES, SLOTS};
 use hw_bridge::memory::hbm::Hbm;
-use hw_bridge::memory::links::{Edge, Grant, HELLO_BYTES, IPC_BYTES, LinkServer, Mapped, connect};
+use hw_bridge::memory::links::{Edge, HELLO_BYTES, IPC_BYTES, LinkGrant, LinkServer, Mapped, connect};
 use hw_bridge::memory::segment::Segment;
 use hw_bridge::os::bell::WaitPolicy;
 use hw_bridge::os::clock;
@@ -159,7 +159,7 @@ fn to_server(data: &[u8]) {
     static SERVER: OnceLock<Option<(LinkServer, [u8; IPC_BYTES])>> = OnceLock::new();
     let server = SERVER.get_or_init(|| {
         let server = LinkServer::start().ok()?;
-        let grant = Grant { edge: EDGE, control: segment()?, hbm: segment()?, client: None };
+        let grant = LinkGrant { edge: EDGE, control: segment()?, hbm: segment()?, client: None };
         let ipc = server.grant(grant).ok()?;
         Some((server, ipc))
     });

@@ -15,7 +15,7 @@ use common::{config, world};
 use enc::Algorithm;
 use hw_bridge::call::Op;
 use hw_bridge::limits::STAGE_BYTES;
-use sandbox::policy::{Rate, Share};
+use sandbox::policy::{Rate, SharePolicy};
 use wccl::{Communicator, DataType, DeviceMemory, Io, Peers, ReduceOp, RuntimeConfig};
 
 thread_local! {
@@ -142,8 +142,8 @@ fn run(comm: &mut Communicator, io: Io<'_>, op: Op, count: usize) {
 /// every operation asks for its turn, as under a cap.
 #[test]
 fn nothing_is_allocated_and_no_component_called_in_the_steady_state() {
-    let far_off = Share { bandwidth: Some(Rate(1 << 40)), ..Share::default() };
-    for (n, share) in [(2usize, Share::default()), (3, Share::default()), (2, far_off)] {
+    let far_off = SharePolicy { bandwidth: Some(Rate(1 << 40)), ..SharePolicy::default() };
+    for (n, share) in [(2usize, SharePolicy::default()), (3, SharePolicy::default()), (2, far_off)] {
         world(n, &RuntimeConfig { share, ..config() }, move |mut comm| {
             let rank = comm.rank();
             // From the inside of a record to several staging pieces.

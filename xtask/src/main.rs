@@ -18,6 +18,7 @@ use anyhow::{Context, Result, bail};
 
 mod alike;
 mod fuzz;
+mod glossary;
 mod guests;
 mod programs;
 mod rooms;
@@ -50,8 +51,8 @@ Commands:
                    --gap US                   how long the tenant computes between two calls (0)
   fuzz [TARGET]  Try the fuzz targets, or one, under libFuzzer; fail at the first finding. Needs a C++ compiler (g++).
                    --seconds N       how long each (180)
-  rooms          Print which folders of each crate name which; fail if they form a circle, a crate names one it may not, or
-                 one alone is built of other dependencies than the whole.
+  rooms          Print which folders of each crate name which; fail if they form a circle, a crate names one it may not, two
+                 public types have one name (docs/glossary.md), or a crate alone is built of other dependencies than the whole.
   spec-coverage  List each invariant of the specification with the tests that prove it.
                    --missing         only those without a test
                    --require LIST    fail unless each has a test; LIST is like 1-27,32,40-45
@@ -132,6 +133,7 @@ fn run(arguments: &[OsString]) -> Result<u8> {
             let workspace = Workspace::find()?;
             let (map, mut faults) = rooms::check(&workspace.root)?;
             print!("{map}");
+            faults.extend(glossary::check(&workspace.root)?);
             faults.extend(alike::check(|| workspace.cargo())?);
             faults.iter().for_each(|fault| note(&format!("error: {fault}")));
             Ok(u8::from(!faults.is_empty()))

@@ -13,9 +13,9 @@ use anyhow::{Context, Result, bail};
 use syn::visit::Visit;
 
 /// A crate: where it is, which crates of this workspace it may name, whether its rooms are known to form a circle.
-struct Crate {
-    name: &'static str,
-    source: &'static str,
+pub(crate) struct Crate {
+    pub(crate) name: &'static str,
+    pub(crate) source: &'static str,
     may: &'static [&'static str],
     /// Issues are open about these: the map shows them, and they are no failure yet.
     circles: bool,
@@ -26,7 +26,7 @@ const fn of(name: &'static str, source: &'static str, may: &'static [&'static st
 }
 
 /// From the ground up. Tests, fuzzing and this crate are no part of the product, and may name all of it.
-const CRATES: &[Crate] = &[
+pub(crate) const CRATES: &[Crate] = &[
     of("hw_bridge", "hw-bridge/src", &[]),
     of("enc", "host-runtime/enc/src", &["hw_bridge"]),
     of("sandbox", "host-runtime/sandbox/src", &["hw_bridge"]),
@@ -117,7 +117,8 @@ fn circles(named: &Named) -> Vec<BTreeSet<String>> {
     found.into_iter().collect()
 }
 
-fn files(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+/// The Rust files below a folder.
+pub(crate) fn files(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder).with_context(|| format!("{} could not be read", folder.display()))? {
         let path = entry?.path();
         if path.is_dir() {
@@ -129,6 +130,21 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
+/// The module that a file of a crate is.
+pub(crate) fn module(source: &Path, path: &Path) -> Vec<String> {
+    let relative = path.strip_prefix(source).unwrap_or(path).with_extension("");
+    let mut parts: Vec<String> = relative.iter().map(|p| p.to_string_lossy().into_owned()).collect();
+    if parts.last().is_some_and(|last| ["mod", "lib", "main"].contains(&last.as_str())) {
+        parts.pop();
+    }
+    parts
+}
+
+/// Whether the module is a file of tests.
+pub(crate) fn is_of_tests(module: &[String]) -> bool {
+    module.last().is_some_and(|last| last.ends_with("tests") || last == "proofs" || last == "fuzzing")
+}
+
 fn names(source: &Path, krate: &str) -> Result<Named> {
     let mut all = Vec::new();
     files(source, &mut all)?;
@@ -137,21 +153,13 @@ fn names(source: &Path, krate: &str) -> Result<Named> {
         bail!("{} has no Rust files", source.display());
     }
     let mut named = Named::default();
-    let module = |path: &Path| -> Vec<String> {
-        let relative = path.strip_prefix(source).unwrap_or(path).with_extension("");
-        let mut parts: Vec<String> = relative.iter().map(|p| p.to_string_lossy().into_owned()).collect();
-        if parts.last().is_some_and(|last| ["mod", "lib", "main"].contains(&last.as_str())) {
-            parts.pop();
-        }
-        parts
-    };
-    let rooms: BTreeSet<String> = all.iter().filter_map(|p| module(p).first().cloned()).collect();
+    let rooms: BTreeSet<String> = all.iter().filter_map(|p| module(source, p).first().cloned()).collect();
     for path in &all {
         let text = fs::read_to_string(path).with_context(|| format!("{} could not be read", path.display()))?;
         let parsed = syn::parse_file(&text).with_context(|| format!("{} could not be parsed", path.display()))?;
-        let module = module(path);
+        let module = module(source, path);
         // A file of tests of its own names what it likes, as those inside others do.
-        if module.last().is_some_and(|last| last.ends_with("tests") || last == "proofs" || last == "fuzzing") {
+        if is_of_tests(&module) {
             continue;
         }
         let room = module.first().cloned();
@@ -232,7 +240,7 @@ impl Finder {
 }
 
 /// Whether an item is compiled for tests only.
-fn for_tests(attributes: &[syn::Attribute]) -> bool {
+pub(crate) fn for_tests(attributes: &[syn::Attribute]) -> bool {
     let is_test = |a: &syn::Attribute| match &a.meta {
         syn::Meta::List(list) if list.path.is_ident("cfg") => {
             let text = list.tokens.to_string();

@@ -13,12 +13,12 @@ use crate::cmd::sweep::Sweep;
 use crate::cmd::worker::{self, Ranks};
 use crate::cmd::{explain, peer, tune};
 use crate::page::plot;
-use crate::rank::collective::{self, Buffers, Memory};
+use crate::rank::collective::{self, BufferMemory, RankBuffers};
 use crate::rank::measure::{self, Times, number};
 use crate::rank::member;
 use crate::size;
 use crate::term::{Paint, Progress};
-use crate::usage::Usage;
+use crate::usage::UsageError;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -82,7 +82,7 @@ pub struct Args {
     in_place: bool,
     /// Where the buffers lie
     #[arg(long, value_enum, default_value = "hbm")]
-    buffers: Memory,
+    buffers: BufferMemory,
     /// Write the results to this file, as JSON
     #[arg(long, value_name = "FILE")]
     report_to_json_file: Option<PathBuf>,
@@ -109,7 +109,7 @@ pub struct Job {
     iters: u32,
     warmup: u32,
     check: bool,
-    memory: Memory,
+    memory: BufferMemory,
     report: Option<PathBuf>,
     plot: Option<PathBuf>,
     peer_results: Vec<PathBuf>,
@@ -136,7 +136,7 @@ struct Report<'a> {
     program: &'static str,
     version: &'static str,
     ranks: usize,
-    buffers: Memory,
+    buffers: BufferMemory,
     iters: u32,
     warmup: u32,
     unit: &'static str,
@@ -146,21 +146,21 @@ struct Report<'a> {
 /// Starts the ranks.
 ///
 /// # Errors
-/// [`Usage`] for options that do not fit together; a rank failed, or found wrong elements.
+/// [`UsageError`] for options that do not fit together; a rank failed, or found wrong elements.
 pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     if let Some(op) = args.collectives.iter().find(|op| args.in_place && !op.facts().has_in_place) {
         let with: Vec<&str> = Op::ALL.into_iter().filter(|op| op.facts().has_in_place).map(Op::name).collect();
         let (name, with) = (op.name(), with.join(", "));
-        return Err(Usage(format!("--in-place: {name} has no in-place form; those that have one: {with}")).into());
+        return Err(UsageError(format!("--in-place: {name} has no in-place form; those that have one: {with}")).into());
     }
-    if args.buffers == Memory::Host && args.collectives.contains(&Op::Group) {
+    if args.buffers == BufferMemory::Host && args.collectives.contains(&Op::Group) {
         return Err(
-            Usage("--buffers host: group moves device memory only; leave it out, or use alltoall".into()).into()
+            UsageError("--buffers host: group moves device memory only; leave it out, or use alltoall".into()).into()
         );
     }
     if args.root >= args.ranks.ranks {
         let (root, n) = (args.root, args.ranks.ranks);
-        return Err(Usage(format!("--root {root} is not one of the {n} ranks; use 0 to {}", n - 1)).into());
+        return Err(UsageError(format!("--root {root} is not one of the {n} ranks; use 0 to {}", n - 1)).into());
     }
     // A file that cannot be used is said before anything is measured.
     plot::Others::read(&args.peer_results, args.ranks.ranks as usize)?;
@@ -168,13 +168,13 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     let factor = args.stepbytes.is_none().then_some(args.stepfactor);
     let sweep = Sweep {
         collectives: args.collectives.iter().map(|c| c.name().to_string()).collect(),
-        sizes: size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(Usage)?,
+        sizes: size::sweep(args.minbytes, args.maxbytes, factor, args.stepbytes).map_err(UsageError)?,
         dtype: args.datatype.name().into(),
         redop: args.op.name().into(),
         root: args.root as usize,
         in_place: args.in_place,
     };
-    let memories: Vec<Memory> = match args.tune.file() {
+    let memories: Vec<BufferMemory> = match args.tune.file() {
         Some(_) => args.tune.memories().to_vec(),
         None if args.explain => Vec::new(),
         None => vec![args.buffers],
@@ -198,7 +198,7 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     } else if args.explain {
         if let Some(op) = args.collectives.iter().find(|op| op.facts().by_lists) {
             let name = op.name();
-            return Err(Usage(format!(
+            return Err(UsageError(format!(
                 "--explain: {name} is scheduled by the lists of a call, which are not known here"
             ))
             .into());
@@ -225,12 +225,12 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
 ///
 /// # Errors
 /// A sentence that says what is needed and what there is.
-fn room(bytes: u64, n: u64, memories: &[Memory]) -> Result<(), String> {
+fn room(bytes: u64, n: u64, memories: &[BufferMemory]) -> Result<(), String> {
     let of = |b: u64| format!("{} for each of {n} rank{}", size::short(b), if n == 1 { "" } else { "s" });
     let all = bytes.checked_add(collective::RIM).and_then(|b| b.checked_mul(2 * n)).filter(|b| *b <= i64::MAX as u64);
     let all = all.ok_or_else(|| format!("{} is more than 2^63 bytes in all; ask for less", of(bytes)))?;
     match hw_bridge::os::exhausted::memory_left() {
-        Some((left, who)) if memories.contains(&Memory::Host) && all > left => Err(format!(
+        Some((left, who)) if memories.contains(&BufferMemory::Host) && all > left => Err(format!(
             "{} in host memory, an input and an output, are {all} bytes in all, and {left} {who}; ask for less by -e or -r",
             of(bytes)
         )),
@@ -270,7 +270,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         )))?;
         let largest = cases.iter().map(|c| c.bytes(n)).max().unwrap_or(0);
         progress.phase(&format!("{}: getting memory", op.name()));
-        let mut buffers = Buffers::new(&m.comm, job.memory, largest)?;
+        let mut buffers = RankBuffers::new(&m.comm, job.memory, largest)?;
         for case in &cases {
             let bytes = case.bytes(n);
             progress.phase(&format!("{} of {}", op.name(), size::short(bytes)));
@@ -378,10 +378,10 @@ mod tests {
 
     #[test]
     fn room_is_what_all_ranks_need_together() {
-        assert_eq!(room(32 << 20, 1, &[Memory::Hbm, Memory::Host]), Ok(()));
+        assert_eq!(room(32 << 20, 1, &[BufferMemory::Hbm, BufferMemory::Host]), Ok(()));
         // Address space of the device is the runtime's to refuse.
-        assert_eq!(room(10 << 40, 4, &[Memory::Hbm]), Ok(()));
-        let e = room(10 << 40, 4, &[Memory::Host]).unwrap_err();
+        assert_eq!(room(10 << 40, 4, &[BufferMemory::Hbm]), Ok(()));
+        let e = room(10 << 40, 4, &[BufferMemory::Host]).unwrap_err();
         assert!(
             e.starts_with("10T for each of 4 ranks in host memory") && e.contains("are 87960930222592 bytes"),
             "{e}"

@@ -10,10 +10,10 @@ use wccl::{Communicator, DataType, ReduceOp};
 
 use crate::cmd::act_two;
 use crate::cmd::worker::{self, Ranks};
-use crate::rank::collective::{self, Buffers, Case, Memory};
+use crate::rank::collective::{self, BufferMemory, Case, RankBuffers};
 use crate::rank::measure::{self, number};
 use crate::rank::member;
-use crate::rank::member::Member;
+use crate::rank::member::JoinedRank;
 use crate::term::{self, Paint, Progress};
 
 /// Time of the timed calls of one row.
@@ -25,12 +25,12 @@ const COUNTS: [u64; 7] = [0, 1, 3, 127, 1000, 4099, 150_001];
 /// Pairs of type and reduction for each place, memory and count.
 const PAIRS: usize = 4;
 /// Bytes of the rows, and what they hold.
-const ROWS: [(u64, DataType, ReduceOp, Memory, bool); 5] = [
-    (1 << 10, DataType::Fp32, ReduceOp::Sum, Memory::Hbm, false),
-    (64 << 10, DataType::Bf16, ReduceOp::Max, Memory::Hbm, true),
-    (4 << 20, DataType::Fp32, ReduceOp::Sum, Memory::Hbm, false),
-    (1 << 10, DataType::Int64, ReduceOp::Prod, Memory::Host, false),
-    (1 << 20, DataType::Fp16, ReduceOp::Avg, Memory::Host, true),
+const ROWS: [(u64, DataType, ReduceOp, BufferMemory, bool); 5] = [
+    (1 << 10, DataType::Fp32, ReduceOp::Sum, BufferMemory::Hbm, false),
+    (64 << 10, DataType::Bf16, ReduceOp::Max, BufferMemory::Hbm, true),
+    (4 << 20, DataType::Fp32, ReduceOp::Sum, BufferMemory::Hbm, false),
+    (1 << 10, DataType::Int64, ReduceOp::Prod, BufferMemory::Host, false),
+    (1 << 20, DataType::Fp16, ReduceOp::Avg, BufferMemory::Host, true),
 ];
 /// Room for the largest row.
 const LARGEST: u64 = 4 << 20;
@@ -89,8 +89,8 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     m.comm.barrier()?;
     member::sums(&mut m.comm, [0])?;
     let warm = m.runtime.component_calls();
-    let mut hbm = Buffers::new(&m.comm, Memory::Hbm, LARGEST)?;
-    let mut host = Buffers::new(&m.comm, Memory::Host, LARGEST)?;
+    let mut hbm = RankBuffers::new(&m.comm, BufferMemory::Hbm, LARGEST)?;
+    let mut host = RankBuffers::new(&m.comm, BufferMemory::Host, LARGEST)?;
     let mut wrong = 0;
 
     say("")?;
@@ -106,14 +106,14 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     for op in Op::ALL {
         progress.phase(&format!("running {}", op.name()));
         for (i, (bytes, dtype, redop, memory, in_place)) in ROWS.into_iter().enumerate() {
-            if op == Op::Barrier && i > 0 || op == Op::Group && memory == Memory::Host {
+            if op == Op::Barrier && i > 0 || op == Op::Group && memory == BufferMemory::Host {
                 continue;
             }
             let mut case = Case::of_bytes(op, dtype, redop, bytes, n);
             case.root = if op.facts().has_root { i % n } else { 0 };
             case.in_place = in_place && op.facts().has_in_place;
             case.seed = i as u64;
-            let buffers = if memory == Memory::Hbm { &mut hbm } else { &mut host };
+            let buffers = if memory == BufferMemory::Hbm { &mut hbm } else { &mut host };
             let (line, bad) = row(&mut m.comm, buffers, &case, memory, paint)?;
             wrong += bad;
             say(&line)?;
@@ -127,7 +127,7 @@ pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         let cases = matrix(op, n);
         let mut bad = 0;
         for (memory, case) in &cases {
-            let buffers = if *memory == Memory::Hbm { &mut hbm } else { &mut host };
+            let buffers = if *memory == BufferMemory::Hbm { &mut hbm } else { &mut host };
             let mine = case.check(&mut m.comm, buffers)?;
             if mine > 0 {
                 tracing::error!(rank, memory = memory.name(), ?case, "{mine} elements are wrong");
@@ -170,7 +170,7 @@ fn tell(wrong: u64, paint: Paint) -> String {
 }
 
 /// What happened until all ranks had joined.
-fn introduction(m: &Member) -> anyhow::Result<Vec<String>> {
+fn introduction(m: &JoinedRank) -> anyhow::Result<Vec<String>> {
     let device = &m.runtime.tenant().device;
     let n = m.comm.nranks();
     let ranks = if n == 1 { "one rank, a process".into() } else { format!("{n} ranks, each a process") };
@@ -210,9 +210,9 @@ fn introduction(m: &Member) -> anyhow::Result<Vec<String>> {
 /// Checks a case, times it, and answers its line of the table and the wrong elements of all ranks.
 fn row(
     comm: &mut Communicator,
-    buffers: &mut Buffers,
+    buffers: &mut RankBuffers,
     case: &Case,
-    memory: Memory,
+    memory: BufferMemory,
     paint: Paint,
 ) -> anyhow::Result<(String, u64)> {
     let n = comm.nranks();
@@ -252,10 +252,10 @@ fn row(
 
 /// The calls that are only checked: both memories, out of place and in place, every count, and in turn every type, every
 /// reduction and every root.
-fn matrix(op: Op, n: usize) -> Vec<(Memory, Case)> {
+fn matrix(op: Op, n: usize) -> Vec<(BufferMemory, Case)> {
     if op == Op::Barrier {
         let case = Case::of_bytes(op, DataType::Uint8, ReduceOp::Sum, 0, n);
-        return vec![(Memory::Hbm, case); 8];
+        return vec![(BufferMemory::Hbm, case); 8];
     }
     let places: &[bool] = if op.facts().has_in_place { &[false, true] } else { &[false] };
     let mut cases = Vec::new();
@@ -283,12 +283,12 @@ fn matrix(op: Op, n: usize) -> Vec<(Memory, Case)> {
 }
 
 /// Kinds of memory a collective takes.
-fn memories(op: Op) -> &'static [Memory] {
-    if op == Op::Group { &[Memory::Hbm] } else { &[Memory::Hbm, Memory::Host] }
+fn memories(op: Op) -> &'static [BufferMemory] {
+    if op == Op::Group { &[BufferMemory::Hbm] } else { &[BufferMemory::Hbm, BufferMemory::Host] }
 }
 
 /// What a matrix covers, in words.
-fn what(op: Op, cases: &[(Memory, Case)]) -> String {
+fn what(op: Op, cases: &[(BufferMemory, Case)]) -> String {
     if op == Op::Barrier {
         return String::new();
     }

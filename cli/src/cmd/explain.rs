@@ -1,19 +1,19 @@
 //! `wccl bench --explain`: what the runtime would do for a collective and size, instead of doing it.
 //!
 //! The ranks join, so that the rings are the library's and settings are what the ranks see; then rank 0 asks the engine for
-//! its decision and compiles the schedules of all ranks, which are pure functions of what all ranks know. Numbers of steps
+//! its choice and compiles the schedules of all ranks, which are pure functions of what all ranks know. Numbers of steps
 //! and bytes are counted from the schedules themselves, so they hold for every algorithm there is.
 
 use std::process::ExitCode;
 
-use enc::table::{Decision, Policy, Why};
+use enc::table::{Choice, Criteria, Why};
 use enc::{Algorithm, Call};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{At, Place, Schedule, Step};
 use serde::{Deserialize, Serialize};
 
 use crate::cmd::sweep::Sweep;
-use crate::rank::collective::{Case, Memory};
+use crate::rank::collective::{BufferMemory, Case};
 use crate::rank::member;
 use crate::size;
 use crate::term::Progress;
@@ -24,7 +24,7 @@ pub struct Job {
     /// What is explained.
     pub sweep: Sweep,
     /// Where the buffers lie.
-    pub memory: Memory,
+    pub memory: BufferMemory,
 }
 
 /// What one rank's schedule does; bytes.
@@ -119,7 +119,7 @@ fn foreign(at: At, rank: usize) -> bool {
 }
 
 /// The engine's view of a case on one rank.
-pub fn call(case: &Case, memory: Memory, rank: usize, n: usize) -> Call {
+pub fn call(case: &Case, memory: BufferMemory, rank: usize, n: usize) -> Call {
     let peers = (case.op == Op::SendRecv).then(|| case.peers(rank, n));
     Call {
         op: case.op,
@@ -129,30 +129,30 @@ pub fn call(case: &Case, memory: Memory, rank: usize, n: usize) -> Call {
         root: case.root,
         dst: peers.and_then(|p| p.dst),
         src: peers.and_then(|p| p.src),
-        private: memory == Memory::Host && case.op != Op::Barrier,
+        private: memory == BufferMemory::Host && case.op != Op::Barrier,
         in_place: case.in_place,
     }
 }
 
 /// The reason in words.
-fn reason(d: &Decision, policy: &Policy<'_>) -> String {
+fn reason(d: &Choice, criteria: &Criteria<'_>) -> String {
     let row = |i: u32| {
-        let row = policy.table.and_then(|t| t.rows().get(i as usize)).map_or(String::new(), |r| r.to_string());
+        let row = criteria.table.and_then(|t| t.rows().get(i as usize)).map_or(String::new(), |r| r.to_string());
         format!("row {} of the table ({})", i + 1, row.split_whitespace().collect::<Vec<_>>().join(" "))
     };
     let why = match d.why {
         Why::NothingMoves => "nothing moves".into(),
         Why::Forced => "forced by --algo or WCCL_ALGO".into(),
-        Why::OneHopMax => format!("within WCCL_ONE_HOP_MAX={}", policy.one_hop_max.unwrap_or(0)),
+        Why::OneHopMax => format!("within WCCL_ONE_HOP_MAX={}", criteria.one_hop_max.unwrap_or(0)),
         Why::Row(i) => row(i),
         Why::Builtin => "built-in rule".into(),
     };
     match d.passed_over {
         Some(Why::Forced) => {
-            let name = policy.forced.map_or("?", Algorithm::name);
+            let name = criteria.forced.map_or("?", Algorithm::name);
             format!("{why}; {name}, which is forced, does not serve this call")
         }
-        Some(Why::Row(i)) if policy.one_hop_max.is_some() => {
+        Some(Why::Row(i)) if criteria.one_hop_max.is_some() => {
             format!("{why}; {} does not serve this call or is beyond WCCL_ONE_HOP_MAX", row(i))
         }
         Some(Why::Row(i)) => format!("{why}; {} does not serve this call", row(i)),
@@ -189,7 +189,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         m.comm.barrier()?;
         return Ok(ExitCode::SUCCESS);
     }
-    let policy = m.comm.policy();
+    let criteria = m.comm.criteria();
     let rings = &*m.comm.rings();
     progress.print(&format!(
         "# {}; numbers are of the busiest rank; bytes are counted once read and once written",
@@ -198,7 +198,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     for line in listed(rings) {
         progress.print(&line)?;
     }
-    match policy.table {
+    match criteria.table {
         Some(t) => progress.print(&format!(
             "# table: {} rows, digest {:08x}, from WCCL_TUNE_FILE",
             t.rows().len(),
@@ -206,8 +206,8 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         ))?,
         None => progress.print("# table: none, the built-in rule decides")?,
     }
-    if job.memory == Memory::Host && n > 1 {
-        progress.print(match policy.direct {
+    if job.memory == BufferMemory::Host && n > 1 {
+        progress.print(match criteria.direct {
             true => "# private memory: all ranks can read one another's",
             false => "# private memory: some rank cannot read another's, or has WCCL_DIRECT=0: nothing goes directly",
         })?;
@@ -219,18 +219,18 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             "size", "count", "algorithm", "rings", "piece", "steps", "waits", "from peers", "to peers", "moved"
         ))?;
         for case in &cases {
-            let decision = policy.decide(&call(case, job.memory, 0, n), n);
+            let choice = criteria.decide(&call(case, job.memory, 0, n), n);
             let mut cost = Cost::default();
             for r in 0..n {
-                let schedule = enc::compile(&call(case, job.memory, r, n), r, n, decision.algorithm, rings)?;
+                let schedule = enc::compile(&call(case, job.memory, r, n), r, n, choice.algorithm, rings)?;
                 cost = cost.max(Cost::of(&schedule, r));
             }
-            let used = enc::rings_used(decision.algorithm, rings);
+            let used = enc::rings_used(choice.algorithm, rings);
             progress.print(&format!(
                 " {:>12}{:>13} {:<10}{:>6}{:>9}{:>7}{:>7}{:>13}{:>13}{:>13}  {}",
                 case.bytes(n),
                 case.count,
-                decision.algorithm.name(),
+                choice.algorithm.name(),
                 if used == 0 { "-".into() } else { used.to_string() },
                 size::short(cost.piece),
                 cost.steps,
@@ -238,7 +238,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                 cost.from_peers,
                 cost.to_peers,
                 cost.moved,
-                reason(&decision, &policy)
+                reason(&choice, &criteria)
             ))?;
         }
     }
@@ -252,7 +252,7 @@ mod tests {
 
     use super::*;
 
-    fn cost(op: Op, bytes: u64, algorithm: Algorithm, memory: Memory, rank: usize, n: usize) -> Cost {
+    fn cost(op: Op, bytes: u64, algorithm: Algorithm, memory: BufferMemory, rank: usize, n: usize) -> Cost {
         let case = Case::of_bytes(op, DataType::Fp32, ReduceOp::Sum, bytes, n);
         let rings = vec![(0..n).collect::<Vec<_>>()];
         let s = enc::compile(&call(&case, memory, rank, n), rank, n, algorithm, &rings).unwrap();
@@ -275,15 +275,15 @@ mod tests {
     fn bytes_are_those_of_theory() {
         let (n, b) = (4usize, 1u64 << 20);
         for rank in 0..n {
-            let mesh = cost(Op::AllReduce, b, Algorithm::Mesh, Memory::Hbm, rank, n);
+            let mesh = cost(Op::AllReduce, b, Algorithm::Mesh, BufferMemory::Hbm, rank, n);
             assert_eq!((mesh.from_peers, mesh.to_peers), (3 * b / 4, 3 * b / 4));
-            let ring = cost(Op::AllReduce, b, Algorithm::Ring, Memory::Hbm, rank, n);
+            let ring = cost(Op::AllReduce, b, Algorithm::Ring, BufferMemory::Hbm, rank, n);
             assert_eq!((ring.from_peers, ring.to_peers), (6 * b / 4, 0));
-            let hop = cost(Op::AllReduce, 4096, Algorithm::OneHop, Memory::Hbm, rank, n);
+            let hop = cost(Op::AllReduce, 4096, Algorithm::OneHop, BufferMemory::Hbm, rank, n);
             assert_eq!((hop.from_peers, hop.to_peers, hop.waits), (3 * 4096, 0, 3));
             // The payload once in and once out of the input, n sources, one result.
             assert_eq!(hop.moved, (2 + 4 + 1) * 4096);
-            let staged = cost(Op::AllReduce, b, Algorithm::Staged, Memory::Host, rank, n);
+            let staged = cost(Op::AllReduce, b, Algorithm::Staged, BufferMemory::Host, rank, n);
             assert_eq!(staged.from_peers, 3 * b / 4 + 3 * b / 4);
             // Of a piece of 256 KiB the rank's own quarter is not staged: what lies before it and behind it is.
             assert_eq!(staged.piece, if rank == 0 || rank == n - 1 { 192 * 1024 } else { 128 * 1024 });

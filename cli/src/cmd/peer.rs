@@ -11,11 +11,11 @@ use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 use wccl::{Communicator, DataType, ReduceOp};
 
-use crate::rank::collective::{self, Buffers, Case, Memory};
+use crate::rank::collective::{self, BufferMemory, Case, RankBuffers};
 use crate::rank::{measure, member};
 use crate::size;
 use crate::term::Progress;
-use crate::usage::Usage;
+use crate::usage::UsageError;
 
 /// The collectives of a comparison, and the names they have in its lines.
 const NAMES: [(Op, &str); 6] = [
@@ -59,7 +59,7 @@ pub struct Job {
     budget_ms: f64,
     min_iters: u64,
     max_iters: u64,
-    memory: Memory,
+    memory: BufferMemory,
 }
 
 #[derive(Serialize)]
@@ -88,19 +88,19 @@ impl Args {
     /// The job of the ranks.
     ///
     /// # Errors
-    /// [`Usage`] for values that make no sense.
-    pub fn job(&self, memory: Memory) -> Result<Job, Usage> {
+    /// [`UsageError`] for values that make no sense.
+    pub fn job(&self, memory: BufferMemory) -> Result<Job, UsageError> {
         if !(self.budget_ms.is_finite() && self.budget_ms >= 0.0) {
-            return Err(Usage(format!("--budget-ms {} is not a time", self.budget_ms)));
+            return Err(UsageError(format!("--budget-ms {} is not a time", self.budget_ms)));
         }
         if self.min_iters == 0 || self.max_iters < self.min_iters || self.max_iters > 100_000_000 {
             let (least, most) = (self.min_iters, self.max_iters);
-            return Err(Usage(format!(
+            return Err(UsageError(format!(
                 "--min-iters {least} --max-iters {most}: 1 <= min <= max <= 100000000 is expected"
             )));
         }
         if let Some(op) = self.colls.iter().find(|op| name(**op).is_none()) {
-            return Err(Usage(format!("--colls: {} is not one that is compared", op.name())));
+            return Err(UsageError(format!("--colls: {} is not one that is compared", op.name())));
         }
         Ok(Job {
             colls: self.colls.iter().map(|c| c.name().to_string()).collect(),
@@ -136,7 +136,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
         job.colls.iter().map(|c| collective::parse(c).map_err(anyhow::Error::msg)).collect::<Result<Vec<_>, _>>()?;
     let points: Vec<(Op, u64)> = ops.iter().flat_map(|op| job.sizes.iter().map(|s| (*op, *s))).collect();
     let largest = points.iter().map(|(op, bytes)| case(*op, *bytes).bytes(n)).max().unwrap_or(0);
-    let mut buffers = Buffers::new(&m.comm, job.memory, largest)?;
+    let mut buffers = RankBuffers::new(&m.comm, job.memory, largest)?;
     for (op, bytes) in points {
         let coll = name(op).unwrap_or(op.name());
         progress.phase(&format!("{coll} of {}", size::short(bytes)));
@@ -150,7 +150,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 }
 
 /// Checks, warms up and times one point.
-fn point(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, job: &Job) -> anyhow::Result<Line> {
+fn point(comm: &mut Communicator, buffers: &mut RankBuffers, case: &Case, job: &Job) -> anyhow::Result<Line> {
     let n = comm.nranks();
     let moved = case.bytes(n);
     let mine = case.check(comm, buffers)?;

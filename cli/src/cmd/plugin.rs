@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use sandbox::entries::{COLLECTIVES, NAMES, ORIGINALS};
 use sandbox::load::signing::SecretKey;
-use sandbox::load::{self, Kind, cache, read};
+use sandbox::load::{self, PluginKind, cache, read};
 use sandbox::served::{CALLBACKS, TRANSPORT, split_version};
 use sandbox::store::Library;
 use serde::Serialize;
@@ -268,8 +268,8 @@ fn inspect(file: &Path) -> anyhow::Result<Report> {
         return Ok(report);
     }
     let name = file.file_name().unwrap_or(file.as_os_str()).to_string_lossy();
-    match Library::link(&name, &bytes, Kind::Transport, &[])
-        .or_else(|e| Library::link(&name, &bytes, Kind::Net, &[]).map_err(|_| e))
+    match Library::link(&name, &bytes, PluginKind::Transport, &[])
+        .or_else(|e| Library::link(&name, &bytes, PluginKind::Net, &[]).map_err(|_| e))
     {
         Ok(library) => describe(&mut report, &library),
         Err(reason) => {

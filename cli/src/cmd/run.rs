@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use crate::launch::launcher::{self, Group};
+use crate::launch::launcher::{self, Launch};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -52,8 +52,8 @@ pub struct Args {
 /// The program cannot be started, or a rank failed.
 pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
     let (program, rest) =
-        args.program.split_first().ok_or_else(|| crate::usage::Usage("no program is named".into()))?;
-    let group = Group {
+        args.program.split_first().ok_or_else(|| crate::usage::UsageError("no program is named".into()))?;
+    let group = Launch {
         ranks: args.ranks as usize,
         program: program.clone(),
         args: rest.to_vec(),

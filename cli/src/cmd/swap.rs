@@ -7,7 +7,7 @@ use std::time::Duration;
 use wccl::swap::{self, Kind, Member, Order, Outcome, Report, Status};
 
 use crate::term::{self, Paint};
-use crate::usage::Usage;
+use crate::usage::UsageError;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -101,7 +101,7 @@ fn swap_or_plan(what: &What, dry: bool) -> anyhow::Result<ExitCode> {
     let (kind, plugin) = match (&what.plugin, &what.net) {
         (Some(file), _) => (Kind::Transport, file),
         (None, Some(file)) => (Kind::Net, file),
-        (None, None) => return Err(Usage("name the new plugin with --plugin FILE or --net FILE".into()).into()),
+        (None, None) => return Err(UsageError("name the new plugin with --plugin FILE or --net FILE".into()).into()),
     };
     let order = Order {
         plugin: Some(plugin.clone()),

@@ -4,7 +4,7 @@ use hw_bridge::call::Op;
 use serde::{Deserialize, Serialize};
 use wccl::{DataType, ReduceOp};
 
-use crate::rank::collective::{self, Case, Memory};
+use crate::rank::collective::{self, BufferMemory, Case};
 
 /// A part of a rank's job.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -43,7 +43,7 @@ impl Sweep {
     }
 
     /// What runs, on what: the first words of a table.
-    pub fn about(&self, n: usize, memory: Memory) -> String {
+    pub fn about(&self, n: usize, memory: BufferMemory) -> String {
         format!(
             "wccl {}: {} on one server, {} buffers, {}, {}",
             env!("CARGO_PKG_VERSION"),

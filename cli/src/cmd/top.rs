@@ -16,7 +16,7 @@ use hw_bridge::os::process::is_stopped;
 use rustix::fs::{Mode, OFlags};
 
 use crate::term::Paint;
-use crate::usage::Usage;
+use crate::usage::UsageError;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -237,11 +237,11 @@ fn json(seen: &BTreeMap<u64, Seen>, before: &Before, seconds: f64, with_flight: 
 /// Looks, once or until interrupted.
 ///
 /// # Errors
-/// [`Usage`] for an interval that is none; output that nobody reads.
+/// [`UsageError`] for an interval that is none; output that nobody reads.
 pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
     let interval = Duration::try_from_secs_f64(args.interval).ok().filter(|d| *d >= Duration::from_millis(50));
-    let interval =
-        interval.ok_or_else(|| Usage(format!("--interval {}: at least 0.05 seconds are expected", args.interval)))?;
+    let interval = interval
+        .ok_or_else(|| UsageError(format!("--interval {}: at least 0.05 seconds are expected", args.interval)))?;
     let paint = Paint::stdout();
     // Rates need two looks; a single look takes its first one a moment before.
     let mut before: Before = find(args.pid).iter().map(|(i, s)| (*i, s.control.counters())).collect();

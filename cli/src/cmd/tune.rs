@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use enc::Algorithm;
-use enc::table::{Memory as Where, Policy, Row, Table};
+use enc::table::{Criteria, Memory, Row, Table};
 use hw_bridge::call::Op;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 use serde::{Deserialize, Serialize};
@@ -22,12 +22,12 @@ use crate::cmd::explain;
 use crate::cmd::sweep::Sweep;
 use crate::cmd::worker::{self, Ranks};
 use crate::page::plot;
-use crate::rank::collective::{Buffers, Case, Memory};
+use crate::rank::collective::{BufferMemory, Case, RankBuffers};
 use crate::rank::measure::{self, number};
 use crate::rank::member;
 use crate::size;
 use crate::term::{self, Progress};
-use crate::usage::Usage;
+use crate::usage::UsageError;
 
 /// Share of the time that another algorithm must save before it is taken.
 const GAIN: f64 = 0.03;
@@ -47,7 +47,7 @@ pub struct Args {
     tune_ranks: Vec<u64>,
     /// Memories to tune for
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_enum, default_value = "hbm,host", requires = "tune")]
-    tune_buffers: Vec<Memory>,
+    tune_buffers: Vec<BufferMemory>,
 }
 
 /// What a rank needs to know.
@@ -62,7 +62,7 @@ pub struct Job {
     /// Check every element first.
     pub check: bool,
     /// Where the buffers lie; set by [`Args::start`].
-    pub memories: Vec<Memory>,
+    pub memories: Vec<BufferMemory>,
     /// Where rank 0 writes its rows; set by [`Args::start`].
     pub out: PathBuf,
 }
@@ -74,7 +74,7 @@ impl Args {
     }
 
     /// Where buffers will lie.
-    pub fn memories(&self) -> &[Memory] {
+    pub fn memories(&self) -> &[BufferMemory] {
         &self.tune_buffers
     }
 
@@ -86,21 +86,22 @@ impl Args {
     /// Tunes for all numbers of ranks and writes the table to `file`.
     ///
     /// # Errors
-    /// [`Usage`] for nothing to choose; a rank failed; the table cannot be written.
+    /// [`UsageError`] for nothing to choose; a rank failed; the table cannot be written.
     pub fn start(&self, file: &Path, ranks: &Ranks, mut job: Job, log: Option<&str>) -> anyhow::Result<ExitCode> {
         if job.sweep.collectives.iter().all(|name| !has_choice(name)) {
-            return Err(Usage("--tune: a barrier and a group have no algorithms to choose from".into()).into());
+            return Err(UsageError("--tune: a barrier and a group have no algorithms to choose from".into()).into());
         }
         // Before anything is measured: a place that cannot be written is said now.
-        let name = file.file_name().ok_or_else(|| Usage(format!("--tune {}: a file is expected", file.display())))?;
+        let name =
+            file.file_name().ok_or_else(|| UsageError(format!("--tune {}: a file is expected", file.display())))?;
         let mut groups = if self.tune_ranks.is_empty() { vec![ranks.ranks] } else { self.tune_ranks.clone() };
         groups.sort_unstable();
         groups.dedup();
         if groups[0] < 2 {
-            return Err(Usage("--tune: one rank alone has nothing to choose; use --ranks 2 or more".into()).into());
+            return Err(UsageError("--tune: one rank alone has nothing to choose; use --ranks 2 or more".into()).into());
         }
         if let Some(n) = groups.iter().find(|n| job.sweep.root as u64 >= **n) {
-            return Err(Usage(format!("--root {} is not one of {n} ranks", job.sweep.root)).into());
+            return Err(UsageError(format!("--root {} is not one of {n} ranks", job.sweep.root)).into());
         }
         job.memories = self.tune_buffers.clone();
         job.memories.dedup();
@@ -190,7 +191,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
             say(&format!("#\n# {} of {n} ranks, {} buffers; microseconds, the best marked", op.name(), memory.name()))?;
             let cases: Vec<Case> = cases.into_iter().filter(|c| c.count > 0).collect();
             let largest = cases.iter().map(|c| c.bytes(n)).max().unwrap_or(0);
-            let mut buffers = Buffers::new(&m.comm, *memory, largest)?;
+            let mut buffers = RankBuffers::new(&m.comm, *memory, largest)?;
             let mut points: Vec<Point> = Vec::new();
             for case in &cases {
                 let call = explain::call(case, *memory, rank, n);
@@ -200,7 +201,7 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                     continue;
                 }
                 progress.phase(&format!("{} of {}", op.name(), size::short(case.bytes(n))));
-                let serving: Vec<Algorithm> = m.comm.policy().candidates(&call, n).collect();
+                let serving: Vec<Algorithm> = m.comm.criteria().candidates(&call, n).collect();
                 let mut turns = vec![Vec::with_capacity(TURNS); serving.len()];
                 for turn in 0..TURNS {
                     for (algorithm, times) in serving.iter().zip(&mut turns) {
@@ -234,10 +235,10 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
                 points.push(Point { contribution, times: serving.into_iter().zip(times).collect() });
             }
             let smallest = cases.first().map(|c| explain::call(c, *memory, rank, n));
-            let start = smallest.map(|c| Policy::default().decide(&c, n).algorithm);
+            let start = smallest.map(|c| Criteria::default().decide(&c, n).algorithm);
             let place = match memory {
-                Memory::Hbm => Where::Hbm,
-                Memory::Host => Where::Host,
+                BufferMemory::Hbm => Memory::Hbm,
+                BufferMemory::Host => Memory::Host,
             };
             for (up_to, algorithm) in start.map(|s| pick(&points, s)).unwrap_or_default() {
                 let ranks = (n as u32, n as u32);

@@ -11,7 +11,7 @@ use sandbox::vars;
 use serde::{Deserialize, Serialize};
 
 use crate::cmd::{bench, demo, explain, peer, tune};
-use crate::launch::launcher::{self, GRACE, Group};
+use crate::launch::launcher::{self, GRACE, Launch};
 
 /// Options of every subcommand that starts ranks of its own.
 #[derive(Debug, Clone, clap::Args)]
@@ -78,7 +78,7 @@ pub fn launch(ranks: &Ranks, job: &Job, log: Option<&str>) -> anyhow::Result<()>
         vars.push(("WCCL_ALGO", algorithm.name().into()));
     }
     let args = vec!["__worker".into(), json.into()];
-    Group { ranks: ranks.ranks as usize, program, args, vars, tag: false, stdin: false, grace: GRACE }.run()
+    Launch { ranks: ranks.ranks as usize, program, args, vars, tag: false, stdin: false, grace: GRACE }.run()
 }
 
 /// The hidden subcommand.

@@ -94,7 +94,7 @@ pub enum Event {
         why: String,
     },
     /// Ranks have ended.
-    Ended(Vec<Ended>),
+    RankEnd(Vec<RankEnd>),
     /// The ranks have stopped.
     Stopped,
     /// Nothing is left of the job, but for what cannot be ended.
@@ -110,7 +110,7 @@ pub enum Event {
 
 /// How a rank ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ended {
+pub struct RankEnd {
     /// Which.
     pub rank: usize,
     /// Its process.
@@ -301,7 +301,7 @@ impl Below {
     }
 
     /// Takes note of what has ended or stopped; answers the ranks that have ended.
-    fn reap(&mut self) -> Vec<Ended> {
+    fn reap(&mut self) -> Vec<RankEnd> {
         let mut ended = Vec::new();
         // No children at all is an error, and means the same as none that has changed.
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG | WaitOptions::UNTRACED | WaitOptions::CONTINUED) {
@@ -310,7 +310,7 @@ impl Below {
                 self.running[i].stopped = status.stopped();
             } else {
                 let rank = self.running.remove(i).rank;
-                ended.push(Ended { rank, pid: pid.as_raw_nonzero().get(), status: status.as_raw() });
+                ended.push(RankEnd { rank, pid: pid.as_raw_nonzero().get(), status: status.as_raw() });
             }
         }
         ended
@@ -447,7 +447,7 @@ pub fn serve(args: &Args) -> anyhow::Result<ExitCode> {
         let mut events = Vec::new();
         let ended = below.reap();
         if !ended.is_empty() {
-            events.push(Event::Ended(ended));
+            events.push(Event::RankEnd(ended));
         }
         let mut gone = false;
         if ordered && let Some(stream) = &launcher {

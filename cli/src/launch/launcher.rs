@@ -22,7 +22,7 @@ use hw_bridge::os::signals::{Arrived, Signals, is_ignored};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 
-use crate::launch::guard::{Ended, Event, Guard, HANDED_ON};
+use crate::launch::guard::{Event, Guard, HANDED_ON, RankEnd};
 use crate::launch::output::Printing;
 use crate::launch::tree;
 
@@ -35,7 +35,7 @@ const AGAIN: Duration = Duration::from_millis(500);
 
 /// What to start.
 #[derive(Debug)]
-pub struct Group {
+pub struct Launch {
     /// Ranks.
     pub ranks: usize,
     /// The program.
@@ -91,7 +91,7 @@ impl std::fmt::Display for Interrupted {
 
 impl std::error::Error for Interrupted {}
 
-impl Group {
+impl Launch {
     /// Runs the group to its end.
     ///
     /// # Errors
@@ -151,7 +151,7 @@ struct Pipes {
 
 /// One run of a group.
 struct Watch<'a> {
-    group: &'a Group,
+    group: &'a Launch,
     signals: &'a Signals,
     guard: Guard,
     /// It was waited for.
@@ -159,7 +159,7 @@ struct Watch<'a> {
     /// Ranks that run.
     running: usize,
     /// The rank that failed first, and how many others ran when they were ended.
-    failed: Option<(Ended, usize)>,
+    failed: Option<(RankEnd, usize)>,
     /// The signal that asked this process to end, and when.
     asked: Option<(Signal, Instant)>,
     /// The guard was told to end all.
@@ -176,7 +176,7 @@ struct Watch<'a> {
 
 impl Watch<'_> {
     /// Starts the ranks; answers those that have ended meanwhile.
-    fn start_all(&mut self, pipes: &mut Pipes) -> anyhow::Result<Vec<Ended>> {
+    fn start_all(&mut self, pipes: &mut Pipes) -> anyhow::Result<Vec<RankEnd>> {
         let nothing = std::fs::File::open("/dev/null").context("opening /dev/null")?;
         let mut early = Vec::new();
         let program = self.group.program.to_string_lossy();
@@ -196,7 +196,7 @@ impl Watch<'_> {
             loop {
                 match self.guard.event()? {
                     Event::Started { .. } => break self.running += 1,
-                    Event::Ended(ended) => {
+                    Event::RankEnd(ended) => {
                         self.running -= ended.len();
                         early.extend(ended);
                     }
@@ -216,7 +216,7 @@ impl Watch<'_> {
     }
 
     /// Waits until all ranks have ended.
-    fn run(&mut self, early: Vec<Ended>) -> anyhow::Result<()> {
+    fn run(&mut self, early: Vec<RankEnd>) -> anyhow::Result<()> {
         let mut last_words = None;
         // What came while ranks were started has not reached all of them.
         while let Some(s) = self.signals.next().context("reading signals")? {
@@ -236,7 +236,7 @@ impl Watch<'_> {
     }
 
     /// Takes note of ranks that have ended.
-    fn note(&mut self, mut ended: Vec<Ended>, last_words: &mut Option<Instant>) {
+    fn note(&mut self, mut ended: Vec<RankEnd>, last_words: &mut Option<Instant>) {
         ended.retain(|e| e.status != 0);
         // A rank that was killed is the cause of what its peers report.
         ended.sort_by_key(|e| (ExitStatus::from_raw(e.status).signal().is_none(), e.rank));
@@ -252,7 +252,7 @@ impl Watch<'_> {
     }
 
     /// Waits for what comes next, at most so long; the ranks that have ended, `None` when all is done.
-    fn step(&mut self, most: Option<Duration>) -> anyhow::Result<Option<Vec<Ended>>> {
+    fn step(&mut self, most: Option<Duration>) -> anyhow::Result<Option<Vec<RankEnd>>> {
         let most = most.map(|m| Timespec { tv_sec: m.as_secs() as i64, tv_nsec: i64::from(m.subsec_nanos()) });
         let mut fds =
             [PollFd::new(&self.signals, PollFlags::IN), PollFd::from_borrowed_fd(self.guard.as_fd(), PollFlags::IN)];
@@ -268,7 +268,7 @@ impl Watch<'_> {
             return Ok(Some(Vec::new()));
         }
         match self.guard.event()? {
-            Event::Ended(ended) => {
+            Event::RankEnd(ended) => {
                 self.running -= ended.len();
                 Ok(Some(ended))
             }
@@ -421,7 +421,7 @@ impl Watch<'_> {
         }
     }
 
-    fn sentence(&self, e: &Ended, others: usize) -> String {
+    fn sentence(&self, e: &RankEnd, others: usize) -> String {
         let ended = match others {
             0 => String::new(),
             1 => "; the one rank still running was ended".into(),

@@ -27,7 +27,7 @@ const MAX_NAME: usize = 40;
 
 /// What a line stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum LineKind {
     /// What was measured now.
     Own,
     /// What the machine can do.
@@ -42,7 +42,7 @@ pub struct Series {
     /// Its name.
     pub name: String,
     /// What it stands for.
-    pub kind: Kind,
+    pub kind: LineKind,
     /// (bytes, GB/s).
     pub points: Vec<(u64, f64)>,
 }
@@ -58,7 +58,7 @@ pub struct Panel {
 
 /// Results of others for the ranks of this run: collective, name, kind, best bandwidth at each size.
 #[derive(Debug, Default)]
-pub struct Others(BTreeMap<(u8, Kind, String), BTreeMap<u64, f64>>);
+pub struct Others(BTreeMap<(u8, LineKind, String), BTreeMap<u64, f64>>);
 
 /// A line of a comparison, or a physical limit.
 #[derive(Debug, Deserialize)]
@@ -166,24 +166,25 @@ impl Others {
             && row.ranks == Some(n)
             && let Ok(op) = collective::parse(coll)
         {
-            return self.keep(op, Kind::Other, peer, bytes, bus);
+            return self.keep(op, LineKind::Other, peer, bytes, bus);
         }
         if let (Some(limit), Some(us)) = (&row.limit, row.lat_us)
             && row.threads == Some(n)
             && matches!(&limit[..], "allreduce_touch" | "allreduce_stage")
         {
             let (_, bus) = collective::bandwidth(Op::AllReduce, bytes, ranks, us);
-            return self.keep(Op::AllReduce, Kind::Limit, &format!("limit: {limit}"), bytes, bus);
+            return self.keep(Op::AllReduce, LineKind::Limit, &format!("limit: {limit}"), bytes, bus);
         }
         false
     }
 
     fn report_row(&mut self, row: &ReportRow, name: &str) -> bool {
-        collective::parse(&row.collective).is_ok_and(|op| self.keep(op, Kind::Other, name, row.bytes, row.busbw_gbps))
+        collective::parse(&row.collective)
+            .is_ok_and(|op| self.keep(op, LineKind::Other, name, row.bytes, row.busbw_gbps))
     }
 
     /// Keeps the best of several launches.
-    fn keep(&mut self, op: Op, kind: Kind, name: &str, bytes: u64, bus: f64) -> bool {
+    fn keep(&mut self, op: Op, kind: LineKind, name: &str, bytes: u64, bus: f64) -> bool {
         let usable = bytes > 0 && bus.is_finite() && bus >= 0.0;
         if usable {
             let points = self.0.entry((op as u8, kind, name.to_string())).or_default();
@@ -210,7 +211,7 @@ pub fn panels(own: &str, measured: Vec<(Op, Vec<(u64, f64)>)>, others: &Others) 
     let measured = measured.into_iter().filter(|(_, p)| p.iter().any(|(b, _)| *b > 0)).collect::<Vec<_>>();
     let line = |name: &str, points: &[(u64, f64)]| Series {
         name: name.into(),
-        kind: Kind::Own,
+        kind: LineKind::Own,
         points: points.iter().copied().filter(|(b, g)| *b > 0 && g.is_finite()).collect(),
     };
     if others.0.is_empty() {
@@ -382,9 +383,9 @@ fn class(series: &[Series], i: usize) -> String {
     let kind = series[i].kind;
     let nth = series[..i].iter().filter(|s| s.kind == kind).count();
     match kind {
-        Kind::Own => format!("own c{}", nth % 8),
-        Kind::Limit => format!("limit d{}", nth % 3),
-        Kind::Other => format!("other c{} d{}", 1 + nth % 7, nth / 7 % 3),
+        LineKind::Own => format!("own c{}", nth % 8),
+        LineKind::Limit => format!("limit d{}", nth % 3),
+        LineKind::Other => format!("other c{} d{}", 1 + nth % 7, nth / 7 % 3),
     }
 }
 
@@ -622,7 +623,7 @@ mod tests {
         assert_eq!(lines.len(), 3);
         let limit = (lines[0].kind, &lines[0].name[..], &lines[0].points[..]);
         // 1024 bytes in 1 us are 1.024 GB/s, times 2(n-1)/n.
-        assert_eq!(limit, (Kind::Limit, "limit: allreduce_touch", &[(1024, 1.536)][..]));
+        assert_eq!(limit, (LineKind::Limit, "limit: allreduce_touch", &[(1024, 1.536)][..]));
         assert!(lines.iter().any(|l| l.name == "a" && l.points == [(1024, 2.5)]));
         assert_eq!(o.of(Op::AllGather).count(), 0);
         assert_eq!(Others::default().add(&comparison(), "stem", 3).unwrap(), (0, [2, 4].into()));
@@ -692,7 +693,7 @@ mod tests {
         let series = (0..MAX_SERIES)
             .map(|i| Series {
                 name: format!("s{i}"),
-                kind: Kind::Other,
+                kind: LineKind::Other,
                 points: vec![(8, 1.0), (64, 1.0 + i as f64 / 100.0)],
             })
             .collect();

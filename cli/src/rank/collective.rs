@@ -100,19 +100,19 @@ fn uneven(count: u64, n: usize) -> [u64; MAX_LOCAL_RANKS] {
 /// Where buffers lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Memory {
+pub enum BufferMemory {
     /// Modelled device memory, which all ranks of the server reach
     Hbm,
     /// Private memory of each process
     Host,
 }
 
-impl Memory {
+impl BufferMemory {
     /// As it is written on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            Memory::Hbm => "hbm",
-            Memory::Host => "host",
+            BufferMemory::Hbm => "hbm",
+            BufferMemory::Host => "host",
         }
     }
 }
@@ -146,17 +146,17 @@ enum Mem {
 
 /// The two buffers of a rank: input, and output where it is another.
 #[derive(Debug)]
-pub struct Buffers {
+pub struct RankBuffers {
     a: Mem,
     b: Mem,
     len: u64,
 }
 
 impl Mem {
-    fn new(comm: &Communicator, memory: Memory, bytes: u64) -> anyhow::Result<Mem> {
+    fn new(comm: &Communicator, memory: BufferMemory, bytes: u64) -> anyhow::Result<Mem> {
         Ok(match memory {
-            Memory::Hbm => Mem::Hbm(comm.allocate(bytes)?),
-            Memory::Host => {
+            BufferMemory::Hbm => Mem::Hbm(comm.allocate(bytes)?),
+            BufferMemory::Host => {
                 let wanted = usize::try_from(bytes).ok().and_then(|b| b.checked_add(4096));
                 let wanted = wanted.with_context(|| format!("{bytes} bytes are more than memory can be"))?;
                 let mut v = Vec::new();
@@ -255,14 +255,14 @@ struct Part<'a> {
     start: u64,
 }
 
-impl Buffers {
+impl RankBuffers {
     /// Two buffers for cases of up to `bytes`.
     ///
     /// # Errors
     /// There is not that much memory.
-    pub fn new(comm: &Communicator, memory: Memory, bytes: u64) -> anyhow::Result<Buffers> {
+    pub fn new(comm: &Communicator, memory: BufferMemory, bytes: u64) -> anyhow::Result<RankBuffers> {
         let len = bytes.checked_add(RIM).with_context(|| format!("{bytes} bytes are more than memory can be"))?;
-        Ok(Buffers { a: Mem::new(comm, memory, len)?, b: Mem::new(comm, memory, len)?, len })
+        Ok(RankBuffers { a: Mem::new(comm, memory, len)?, b: Mem::new(comm, memory, len)?, len })
     }
 
     /// Zeros both as far as a case of `bytes` reaches.
@@ -351,7 +351,7 @@ impl Case {
     ///
     /// # Errors
     /// The runtime's.
-    pub fn issue(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), sandbox::error::Error> {
+    pub fn issue(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> Result<(), sandbox::error::Error> {
         let (rank, n) = (comm.rank(), comm.nranks());
         let (count, dtype) = (self.count, self.dtype);
         if self.op == Op::Group {
@@ -359,7 +359,7 @@ impl Case {
         }
         let counts = uneven(self.count, n);
         let counts = &counts[..n];
-        let Buffers { a, b, .. } = buffers;
+        let RankBuffers { a, b, .. } = buffers;
         let io = match (a, b) {
             (Mem::Hbm(a), _) if self.in_place => {
                 let (i, o) = self.places(rank, n);
@@ -401,7 +401,7 @@ impl Case {
     }
 
     /// A block to every rank and one from every rank.
-    fn issue_group(&self, comm: &mut Communicator, buffers: &mut Buffers) -> Result<(), sandbox::error::Error> {
+    fn issue_group(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> Result<(), sandbox::error::Error> {
         let n = comm.nranks();
         let (Mem::Hbm(a), Mem::Hbm(b)) = (&buffers.a, &buffers.b) else {
             return Err(sandbox::error::Error::Usage("a group moves tensors in device memory only".into()));
@@ -419,7 +419,7 @@ impl Case {
     ///
     /// # Errors
     /// The runtime's.
-    pub fn check(&self, comm: &mut Communicator, buffers: &mut Buffers) -> anyhow::Result<u64> {
+    pub fn check(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> anyhow::Result<u64> {
         let (rank, n) = (comm.rank(), comm.nranks());
         let size = self.dtype.size() as u64;
         let redop = self.op.facts().reduces.then_some(self.redop);

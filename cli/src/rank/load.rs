@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Load {
     tenant: String,
-    ranks: Vec<JoinHandle<anyhow::Result<Tally>>>,
+    ranks: Vec<JoinHandle<anyhow::Result<LoadTally>>>,
     shared: Arc<Shared>,
 }
 
@@ -81,7 +81,7 @@ impl Shared {
 
 /// What the ranks did.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Tally {
+pub struct LoadTally {
     /// Operations that completed.
     pub done: u64,
     /// Elements that were wrong.
@@ -90,7 +90,7 @@ pub struct Tally {
 
 /// What a group has done so far.
 #[derive(Debug, Clone, Copy)]
-pub struct Mark {
+pub struct LoadMark {
     at: Instant,
     rounds: u64,
     nanos: u64,
@@ -98,18 +98,18 @@ pub struct Mark {
 
 /// Between two marks.
 #[derive(Debug, Clone, Copy)]
-pub struct Rate {
+pub struct LoadRate {
     /// Rounds a second, the checks included.
     pub rounds: f64,
     /// Mean seconds of a collective.
     pub seconds: f64,
 }
 
-impl Mark {
+impl LoadMark {
     /// What was done from here to `end`.
     // The demo has no use for it.
     #[allow(dead_code)]
-    pub fn until(self, end: Mark) -> Rate {
+    pub fn until(self, end: LoadMark) -> LoadRate {
         let mut sum = Sum::default();
         sum.add(self, end);
         sum.rate()
@@ -118,7 +118,7 @@ impl Mark {
     /// The time from `begin` to here.
     // The test of swaps has no use for it.
     #[allow(dead_code)]
-    pub fn since(self, begin: Mark) -> Duration {
+    pub fn since(self, begin: LoadMark) -> Duration {
         self.at - begin.at
     }
 }
@@ -133,16 +133,16 @@ pub struct Sum {
 
 impl Sum {
     /// The stretch from `begin` to `end`, too.
-    pub fn add(&mut self, begin: Mark, end: Mark) {
+    pub fn add(&mut self, begin: LoadMark, end: LoadMark) {
         self.time += end.at - begin.at;
         self.rounds += end.rounds - begin.rounds;
         self.nanos += end.nanos - begin.nanos;
     }
 
     /// The rate over all of them.
-    pub fn rate(self) -> Rate {
+    pub fn rate(self) -> LoadRate {
         let rounds = self.rounds.max(1) as f64;
-        Rate { rounds: rounds / self.time.as_secs_f64(), seconds: self.nanos as f64 / 1e9 / rounds }
+        LoadRate { rounds: rounds / self.time.as_secs_f64(), seconds: self.nanos as f64 / 1e9 / rounds }
     }
 }
 
@@ -169,9 +169,9 @@ impl Load {
     }
 
     /// What has been done so far.
-    pub fn mark(&self) -> Mark {
+    pub fn mark(&self) -> LoadMark {
         let [rounds, nanos] = [&self.shared.rounds, &self.shared.nanos].map(|n| n.load(Ordering::Relaxed));
-        Mark { at: Instant::now(), rounds, nanos }
+        LoadMark { at: Instant::now(), rounds, nanos }
     }
 
     /// Waits until `rounds` more rounds are done.
@@ -223,7 +223,7 @@ impl Load {
     ///
     /// # Errors
     /// The first rank's that failed.
-    pub fn stop(self) -> anyhow::Result<Vec<Tally>> {
+    pub fn stop(self) -> anyhow::Result<Vec<LoadTally>> {
         {
             // Whoever is about to rest has looked, or will see it.
             let _rest = self.shared.rest();
@@ -256,14 +256,14 @@ fn run(
     n: usize,
     count: usize,
     shared: &Shared,
-) -> anyhow::Result<Tally> {
+) -> anyhow::Result<LoadTally> {
     let runtime = Runtime::open(config)?;
     if let Some(e) = runtime.load_error() {
         bail!("{}", e.sentinel);
     }
     let mut comm = runtime.init_comm(CommOptions::with_root(root, rank, n))?;
     let t = comm.allocate(count as u64 * 4)?;
-    let mut tally = Tally::default();
+    let mut tally = LoadTally::default();
     let mut bytes = vec![0u8; count * 4];
     loop {
         let word = if rank == 0 { shared.word() } else { Word::GoOn };
@@ -286,7 +286,7 @@ fn round(
     t: &DeviceMemory,
     bytes: &mut [u8],
     word: Word,
-    tally: &mut Tally,
+    tally: &mut LoadTally,
 ) -> anyhow::Result<(Word, f64)> {
     let (rank, n, turn) = (comm.rank() as u64, comm.nranks() as u64, tally.done);
     // Whole numbers far below 2^24: sums are exact in any order.
@@ -312,7 +312,7 @@ fn round(
 }
 
 /// Operations that some ranks have done and others have not, and wrong elements.
-pub fn lost_and_wrong(all: &[Tally]) -> (u64, u64) {
+pub fn lost_and_wrong(all: &[LoadTally]) -> (u64, u64) {
     let most = all.iter().map(|t| t.done).max().unwrap_or(0);
     all.iter().fold((0, 0), |(lost, wrong), t| (lost + most - t.done, wrong + t.wrong))
 }

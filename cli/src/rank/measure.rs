@@ -8,7 +8,7 @@ use std::time::Instant;
 use sandbox::error::Error;
 use wccl::Communicator;
 
-use crate::rank::collective::{Buffers, Case};
+use crate::rank::collective::{Case, RankBuffers};
 use crate::rank::member;
 
 /// Times of one call in microseconds, each the slowest rank's.
@@ -37,7 +37,7 @@ fn summary(ns: &mut [u64]) -> Times {
 ///
 /// # Errors
 /// The runtime's.
-pub fn calls(comm: &mut Communicator, buffers: &mut Buffers, case: &Case, iters: usize) -> Result<Times, Error> {
+pub fn calls(comm: &mut Communicator, buffers: &mut RankBuffers, case: &Case, iters: usize) -> Result<Times, Error> {
     let mut ns = vec![0u64; iters];
     comm.barrier()?;
     for t in &mut ns {

@@ -10,7 +10,7 @@ use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeCo
 use super::cores::{self, Core};
 
 /// A rank that has joined its group.
-pub struct Member {
+pub struct JoinedRank {
     /// The runtime.
     pub runtime: Runtime,
     /// The communicator.
@@ -25,7 +25,7 @@ pub struct Member {
 ///
 /// # Errors
 /// No plugin, one that does not load, or a bootstrap that fails.
-pub fn join(rank: usize, n: usize) -> anyhow::Result<Member> {
+pub fn join(rank: usize, n: usize) -> anyhow::Result<JoinedRank> {
     join_by(RuntimeConfig::from_env()?, rank, n)
 }
 
@@ -33,7 +33,7 @@ pub fn join(rank: usize, n: usize) -> anyhow::Result<Member> {
 ///
 /// # Errors
 /// Those of [`join`].
-pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<Member> {
+pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<JoinedRank> {
     let root = vars::variable("NEURON_RT_ROOT_COMM_ID")?.context("NEURON_RT_ROOT_COMM_ID is not set")?;
     if config.plugin.is_none() && config.service.is_none() {
         bail!(
@@ -47,7 +47,7 @@ pub fn join_by(config: RuntimeConfig, rank: usize, n: usize) -> anyhow::Result<M
     }
     let comm = runtime.init_comm(CommOptions::with_root(root, rank, n))?;
     let init = begin.elapsed();
-    Ok(Member { runtime, comm, init, _core: bind(rank, n) })
+    Ok(JoinedRank { runtime, comm, init, _core: bind(rank, n) })
 }
 
 /// Binds this thread to a core of its own, if there is one for each rank, as launchers of MPI do. Two ranks that the kernel

@@ -30,7 +30,7 @@ use super::{Call, Lists, explain};
 
 /// One rank of the call.
 #[derive(Debug, Clone, Copy)]
-pub struct Member<'a> {
+pub struct CallRank<'a> {
     /// Its call; ranks differ in whom they send to and whether they work in place.
     pub call: Call,
     /// Its schedule.
@@ -322,7 +322,7 @@ enum Want {
 
 /// What must be in `rank`'s output: first byte, bytes, what. From the meaning of the collective, not from what built the
 /// schedules.
-fn wanted(members: &[Member<'_>], lists: Lists<'_>, rank: usize) -> Vec<(u64, u64, Want)> {
+fn wanted(members: &[CallRank<'_>], lists: Lists<'_>, rank: usize) -> Vec<(u64, u64, Want)> {
     let call = &members[rank].call;
     let (n, block) = (members.len(), call.bytes().unwrap_or(u64::MAX));
     let size = call.dtype.size() as u64;
@@ -371,7 +371,7 @@ fn wanted(members: &[Member<'_>], lists: Lists<'_>, rank: usize) -> Vec<(u64, u6
 }
 
 /// Bytes of `rank`'s input.
-fn input_bytes(members: &[Member<'_>], lists: Lists<'_>, rank: usize) -> u64 {
+fn input_bytes(members: &[CallRank<'_>], lists: Lists<'_>, rank: usize) -> u64 {
     let call = &members[rank].call;
     let n = members.len();
     let (block, size) = (call.bytes().unwrap_or(u64::MAX), call.dtype.size() as u64);
@@ -406,7 +406,7 @@ enum Event {
 }
 
 struct Machine<'a> {
-    members: &'a [Member<'a>],
+    members: &'a [CallRank<'a>],
     lists: Lists<'a>,
     n: usize,
     repetitions: usize,
@@ -434,7 +434,7 @@ struct Machine<'a> {
 ///
 /// # Errors
 /// The first [`Flaw`] found.
-pub fn check(members: &[Member<'_>], lists: Lists<'_>) -> Result<Proof, Flaw> {
+pub fn check(members: &[CallRank<'_>], lists: Lists<'_>) -> Result<Proof, Flaw> {
     let n = members.len();
     let shape = |why: String| Err(Flaw::Shape(why));
     if n == 0 || n > 64 {
@@ -472,7 +472,7 @@ pub fn check(members: &[Member<'_>], lists: Lists<'_>) -> Result<Proof, Flaw> {
 }
 
 impl<'a> Machine<'a> {
-    fn new(members: &'a [Member<'a>], lists: Lists<'a>) -> Machine<'a> {
+    fn new(members: &'a [CallRank<'a>], lists: Lists<'a>) -> Machine<'a> {
         let (n, first) = (members.len(), members[0].schedule);
         let homes: Vec<Home> = members.iter().enumerate().map(|(r, m)| Home::of(&m.call, lists, r)).collect();
         let mut linked = vec![vec![false; n]; n];

@@ -1,6 +1,6 @@
 //! Every (collective, algorithm, ranks, count) through the checker, and schedules broken on purpose, which it must refuse.
 
-use super::check::{Flaw, Member, Proof, check};
+use super::check::{CallRank, Flaw, Proof, check};
 use super::*;
 use hw_bridge::limits::{LARGE_SLOT_BYTES, STAGE_BYTES};
 use proptest::prelude::*;
@@ -156,7 +156,7 @@ impl Group {
 }
 
 fn prove(all: &[(Call, Schedule)], lists: Lists<'_>) -> Result<Proof, Flaw> {
-    let members: Vec<Member<'_>> = all.iter().map(|(call, schedule)| Member { call: *call, schedule }).collect();
+    let members: Vec<CallRank<'_>> = all.iter().map(|(call, schedule)| CallRank { call: *call, schedule }).collect();
     check(&members, lists)
 }
 

@@ -17,12 +17,12 @@
 //! A row that an earlier one covers would never be used, so it is an error. A row whose algorithm does not serve a call
 //! is passed over for that call: the built-in rule decides, not a later row.
 //!
-//! What decides, in this order ([`Policy::decide`]): an algorithm that is forced (`WCCL_ALGO`), where it serves; an
+//! What decides, in this order ([`Criteria::decide`]): an algorithm that is forced (`WCCL_ALGO`), where it serves; an
 //! explicit `WCCL_ONE_HOP_MAX`, below which all goes in one hop and above which no row can say so; the table; the
 //! built-in rule [`choose`], whose words as a table are [`Table::builtin`].
 //!
 //! All ranks must decide alike. The digest of the table is part of what ranks compare when they meet, and the op header
-//! carries the algorithm. A table is built once and then only read; [`Policy::decide`] allocates nothing.
+//! carries the algorithm. A table is built once and then only read; [`Criteria::decide`] allocates nothing.
 
 use std::fmt;
 use std::io::Read;
@@ -464,7 +464,7 @@ pub enum Why {
 
 /// A choice and its reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Decision {
+pub struct Choice {
     /// What is used.
     pub algorithm: Algorithm,
     /// What decided.
@@ -475,7 +475,7 @@ pub struct Decision {
 
 /// All that the choice depends on beside the call. The same on all ranks.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Policy<'a> {
+pub struct Criteria<'a> {
     /// Used wherever it serves.
     pub forced: Option<Algorithm>,
     /// Threshold of one hop, bytes of a rank's contribution, if the user set one.
@@ -486,7 +486,7 @@ pub struct Policy<'a> {
     pub direct: bool,
 }
 
-impl Policy<'_> {
+impl Criteria<'_> {
     /// Whether `algorithm` can be used for `call` on `n` ranks.
     pub fn serves(&self, algorithm: Algorithm, call: &Call, n: usize) -> bool {
         serves(algorithm, call, n) && (algorithm != Algorithm::Direct || self.direct)
@@ -498,32 +498,32 @@ impl Policy<'_> {
     }
 
     /// Chooses for `call` on `n` ranks.
-    pub fn decide(&self, call: &Call, n: usize) -> Decision {
+    pub fn decide(&self, call: &Call, n: usize) -> Choice {
         if call.op == Op::Barrier || call.count == 0 {
             let algorithm = choose(call, n, None, None, self.direct);
-            return Decision { algorithm, why: Why::NothingMoves, passed_over: None };
+            return Choice { algorithm, why: Why::NothingMoves, passed_over: None };
         }
         let mut passed_over = None;
         if let Some(algorithm) = self.forced {
             if self.serves(algorithm, call, n) {
-                return Decision { algorithm, why: Why::Forced, passed_over };
+                return Choice { algorithm, why: Why::Forced, passed_over };
             }
             passed_over = Some(Why::Forced);
         }
         // A size beyond 2^64 fits the largest rows; the run is refused by its buffers.
         let bytes = call.contribution(n).unwrap_or(u64::MAX);
         if self.one_hop_max.is_some_and(|most| bytes <= most.min(LARGE_SLOT_BYTES as u64)) {
-            return Decision { algorithm: Algorithm::OneHop, why: Why::OneHopMax, passed_over };
+            return Choice { algorithm: Algorithm::OneHop, why: Why::OneHopMax, passed_over };
         }
         if let Some((row, algorithm)) = self.table.and_then(|t| t.find(call, n, bytes)) {
             let beyond = algorithm == Algorithm::OneHop && self.one_hop_max.is_some();
             if !beyond && self.serves(algorithm, call, n) {
-                return Decision { algorithm, why: Why::Row(row), passed_over };
+                return Choice { algorithm, why: Why::Row(row), passed_over };
             }
             passed_over.get_or_insert(Why::Row(row));
         }
         let algorithm = choose(call, n, None, self.one_hop_max, self.direct);
-        Decision { algorithm, why: Why::Builtin, passed_over }
+        Choice { algorithm, why: Why::Builtin, passed_over }
     }
 }
 
@@ -550,7 +550,7 @@ mod tests {
     fn the_built_in_table_says_what_the_built_in_rule_does() {
         let builtin = Table::builtin();
         assert_eq!(Table::new(builtin.rows().to_vec()).unwrap(), builtin);
-        let with = Policy { table: Some(&builtin), ..Policy::default() };
+        let with = Criteria { table: Some(&builtin), ..Criteria::default() };
         for op in Op::ALL {
             for n in [1, 2, 3, 4, 16, 64] {
                 for count in [
@@ -582,8 +582,8 @@ mod tests {
                     for private in [false, true] {
                         let c = call(op, count, private);
                         for direct in [false, true] {
-                            let plain = Policy { direct, ..Policy::default() }.decide(&c, n);
-                            let by_table = Policy { direct, ..with }.decide(&c, n);
+                            let plain = Criteria { direct, ..Criteria::default() }.decide(&c, n);
+                            let by_table = Criteria { direct, ..with }.decide(&c, n);
                             assert_eq!(plain.algorithm, choose(&c, n, None, None, direct), "{c:?} on {n}");
                             assert_eq!(by_table.algorithm, plain.algorithm, "{c:?} on {n}");
                         }
@@ -599,9 +599,9 @@ mod tests {
             "wccl-tune 1\n\n# a comment\nall_reduce hbm 2 4K one-hop # small\nall_reduce hbm 2-4 1M ring\n\
              all_reduce * 8-* * mesh\n* hbm * 100 mesh\n",
         );
-        let policy = Policy { table: Some(&t), ..Policy::default() };
+        let criteria = Criteria { table: Some(&t), ..Criteria::default() };
         let of = |count, private, n| {
-            let d = policy.decide(&call(Op::AllReduce, count, private), n);
+            let d = criteria.decide(&call(Op::AllReduce, count, private), n);
             (d.algorithm, d.why, d.passed_over)
         };
         assert_eq!(of(4096, false, 2), (Algorithm::OneHop, Why::Row(0), None));
@@ -613,7 +613,7 @@ mod tests {
         // A row whose algorithm does not serve is passed over, not replaced by a later row.
         assert_eq!(of(1 << 20, true, 8), (Algorithm::Staged, Why::Builtin, Some(Why::Row(2))));
         assert_eq!(of(8, true, 8), (Algorithm::OneHop, Why::Builtin, Some(Why::Row(2))));
-        let d = policy.decide(&call(Op::Barrier, 0, false), 2);
+        let d = criteria.decide(&call(Op::Barrier, 0, false), 2);
         assert_eq!((d.algorithm, d.why), (Algorithm::OneHop, Why::NothingMoves));
     }
 
@@ -621,17 +621,17 @@ mod tests {
     fn the_users_word_goes_before_the_table() {
         let t = table("wccl-tune 1\n* hbm * 8K one-hop\n* hbm * * ring\n");
         let c = |count| call(Op::AllReduce, count, false);
-        let p = Policy { table: Some(&t), forced: Some(Algorithm::Mesh), ..Policy::default() };
+        let p = Criteria { table: Some(&t), forced: Some(Algorithm::Mesh), ..Criteria::default() };
         assert_eq!(p.decide(&c(8), 4).why, Why::Forced);
-        let staged = Policy { forced: Some(Algorithm::Staged), ..p }.decide(&c(8), 4);
-        assert_eq!(staged, Decision { algorithm: Algorithm::OneHop, why: Why::Row(0), passed_over: Some(Why::Forced) });
+        let staged = Criteria { forced: Some(Algorithm::Staged), ..p }.decide(&c(8), 4);
+        assert_eq!(staged, Choice { algorithm: Algorithm::OneHop, why: Why::Row(0), passed_over: Some(Why::Forced) });
         // An explicit threshold holds both ways: below it all goes in one hop, above it nothing does.
-        let p = Policy { table: Some(&t), one_hop_max: Some(100), ..Policy::default() };
+        let p = Criteria { table: Some(&t), one_hop_max: Some(100), ..Criteria::default() };
         assert_eq!(p.decide(&c(100), 4).why, Why::OneHopMax);
         let above = p.decide(&c(101), 4);
-        assert_eq!(above, Decision { algorithm: Algorithm::Mesh, why: Why::Builtin, passed_over: Some(Why::Row(0)) });
+        assert_eq!(above, Choice { algorithm: Algorithm::Mesh, why: Why::Builtin, passed_over: Some(Why::Row(0)) });
         assert_eq!(p.decide(&c(8 * 1024 + 1), 4).why, Why::Row(1));
-        let none = Policy { one_hop_max: Some(0), ..Policy::default() };
+        let none = Criteria { one_hop_max: Some(0), ..Criteria::default() };
         assert_eq!(none.decide(&c(1), 4).algorithm, Algorithm::Mesh);
     }
 
@@ -689,13 +689,13 @@ mod tests {
 
     #[test]
     fn candidates_are_those_that_serve() {
-        let policy = |direct| Policy { direct, ..Policy::default() };
-        let names = |c: Call, n| policy(true).candidates(&c, n).map(Algorithm::name).collect::<Vec<_>>();
+        let criteria = |direct| Criteria { direct, ..Criteria::default() };
+        let names = |c: Call, n| criteria(true).candidates(&c, n).map(Algorithm::name).collect::<Vec<_>>();
         let hbm = names(call(Op::AllReduce, 64, false), 4);
         assert!(hbm.starts_with(&["one-hop", "mesh", "ring"]) && !hbm.contains(&"staged"), "{hbm:?}");
         assert_eq!(names(call(Op::AllReduce, 64, true), 4), ["one-hop", "staged"]);
         assert_eq!(names(call(Op::Broadcast, 64, true), 4), ["one-hop", "staged", "direct"]);
-        assert!(!policy(false).candidates(&call(Op::Broadcast, 64, true), 4).any(|a| a == Algorithm::Direct));
+        assert!(!criteria(false).candidates(&call(Op::Broadcast, 64, true), 4).any(|a| a == Algorithm::Direct));
         assert!(!names(call(Op::AllReduce, 1 << 20, false), 4).contains(&"one-hop"));
     }
 

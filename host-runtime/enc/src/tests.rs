@@ -282,11 +282,11 @@ fn a_schedule_in_words_has_a_line_for_each_step() {
 /// Sizes that no memory has are refused by the checker and not computed with.
 #[test]
 fn sizes_beyond_what_can_be_checked_are_refused() {
-    use check::{Flaw, Member, check};
+    use check::{CallRank, Flaw, check};
     for (op, count) in [(Op::AllGather, u64::MAX / 4), (Op::AllReduce, u64::MAX / 8), (Op::Gather, u64::MAX)] {
         let call = call(op, count, false, false);
         let s = Schedule::clone(&compile(&Call { count: 4, ..call }, 0, 2, Algorithm::Mesh, &[]).unwrap());
-        let m = Member { call, schedule: &s };
+        let m = CallRank { call, schedule: &s };
         let e = check(&[m, m], Lists::None).unwrap_err();
         assert!(matches!(&e, Flaw::Shape(why) if why.contains("beyond what can be checked")), "{e}");
     }
@@ -295,7 +295,7 @@ fn sizes_beyond_what_can_be_checked_are_refused() {
 /// A wait for a signal that comes only after the other waits as well.
 #[test]
 fn a_circle_of_waits_is_a_deadlock() {
-    use check::{Flaw, Member, check};
+    use check::{CallRank, Flaw, check};
     let c = call(Op::Barrier, 0, false, false);
     let ring = |rank: usize, first_signals: bool| {
         let mut s = Schedule::clone(&compile(&c, rank, 2, Algorithm::OneHop, &[]).unwrap());
@@ -304,7 +304,7 @@ fn a_circle_of_waits_is_a_deadlock() {
         s
     };
     let check_of = |a: &Schedule, b: &Schedule| {
-        let m = |schedule| Member { call: c, schedule };
+        let m = |schedule| CallRank { call: c, schedule };
         check(&[m(a), m(b)], Lists::None)
     };
     assert!(check_of(&ring(0, true), &ring(1, false)).is_ok());

@@ -16,12 +16,12 @@ pub struct Account {
     /// Where its memory is granted to peers.
     pub links: Arc<LinkServer>,
     /// What it counts.
-    pub counters: Arc<Counters>,
+    pub counters: Arc<TenantCounters>,
 }
 
 /// Counters of one tenant. `component_calls` counts every crossing between host and guest, in both directions.
 #[derive(Debug, Default)]
-pub struct Counters {
+pub struct TenantCounters {
     component_calls: AtomicU64,
     host_calls: AtomicU64,
     traps: AtomicU64,
@@ -33,7 +33,7 @@ pub struct Counters {
     moved: Mutex<flight::Counters>,
 }
 
-impl Counters {
+impl TenantCounters {
     pub(crate) fn entering(&self) {
         self.component_calls.fetch_add(1, Ordering::Relaxed);
     }

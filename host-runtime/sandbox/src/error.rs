@@ -6,7 +6,7 @@ use crate::status::Status;
 
 /// Why a plugin that stopped is not called, and no instance made in the place of the one that did.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Refusal {
+pub enum NotCalled {
     /// It stopped too often.
     Quarantined {
         /// Stops in the window.
@@ -30,19 +30,19 @@ pub enum Refusal {
     },
 }
 
-impl std::fmt::Display for Refusal {
+impl std::fmt::Display for NotCalled {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Refusal::Quarantined { stops, window, last } => write!(
+            NotCalled::Quarantined { stops, window, last } => write!(
                 f,
                 "it is quarantined: it stopped {stops} time{} in {window:?}, the last time because {last}; replace it \
                  (`wccl swap start`), or open the runtime again with a plugin that works",
                 if *stops == 1 { "" } else { "s" }
             ),
-            Refusal::Pausing { left, last } => {
+            NotCalled::Pausing { left, last } => {
                 write!(f, "it stopped a moment ago ({last}) and runs again in {left:?}; try again then")
             }
-            Refusal::Gone { last } => write!(f, "its instance stopped before: {last}"),
+            NotCalled::Gone { last } => write!(f, "its instance stopped before: {last}"),
         }
     }
 }
@@ -88,7 +88,7 @@ pub enum Error {
         /// The tenant.
         tenant: String,
         /// Quarantine, a pause, or an instance that is gone.
-        refusal: Refusal,
+        refusal: NotCalled,
     },
     /// The instance trapped, ran out of time or over a limit in this call.
     #[error("plugin {plugin} stopped in {entry} on tenant {tenant}: {cause}; data in flight goes on{}", listed(.causes))]

@@ -42,7 +42,7 @@ impl Eq for GroupKey {}
 
 /// How a group of a communicator's ranks is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum GroupKind {
     /// A replica group of a program.
     Replica,
     /// The ranks of one colour.
@@ -51,12 +51,12 @@ pub enum Kind {
     Shrink,
 }
 
-impl Kind {
+impl GroupKind {
     fn label(self) -> &'static str {
         match self {
-            Kind::Replica => "replica group",
-            Kind::Split => "split",
-            Kind::Shrink => "shrink",
+            GroupKind::Replica => "replica group",
+            GroupKind::Split => "split",
+            GroupKind::Shrink => "shrink",
         }
     }
 }
@@ -92,7 +92,7 @@ impl GroupKey {
     }
 
     /// Of a group of some ranks of this one; `nth` is how many groups of the kind with this list came before.
-    pub fn group(&self, kind: Kind, members: &[usize], nth: u32) -> GroupKey {
+    pub fn group(&self, kind: GroupKind, members: &[usize], nth: u32) -> GroupKey {
         let mut m = self.tag(kind.label());
         m.update(&(members.len() as u64).to_le_bytes());
         for rank in members {
@@ -157,9 +157,9 @@ mod tests {
         let id = GroupKey::of_id(&secret, 7);
         assert_eq!(hex(&id.0), VECTORS[0]);
         assert_eq!(hex(&GroupKey::of_root(&job(b"a secret of sixteen"), 7, 4567).0), VECTORS[1]);
-        assert_eq!(hex(&id.group(Kind::Replica, &[0, 2], 0).0), VECTORS[2]);
-        assert_eq!(hex(&id.group(Kind::Split, &[0, 2], 1).0), VECTORS[3]);
-        assert_eq!(hex(&id.group(Kind::Shrink, &[1], 0).0), VECTORS[4]);
+        assert_eq!(hex(&id.group(GroupKind::Replica, &[0, 2], 0).0), VECTORS[2]);
+        assert_eq!(hex(&id.group(GroupKind::Split, &[0, 2], 1).0), VECTORS[3]);
+        assert_eq!(hex(&id.group(GroupKind::Shrink, &[1], 0).0), VECTORS[4]);
         assert_eq!(hex(&id.links()), VECTORS[5]);
         assert_eq!(hex(&id.meetings()), VECTORS[6]);
     }
@@ -192,7 +192,7 @@ mod tests {
             GroupKey(k.meetings()),
             GroupKey(l.meetings()),
         ];
-        for kind in [Kind::Replica, Kind::Split, Kind::Shrink] {
+        for kind in [GroupKind::Replica, GroupKind::Split, GroupKind::Shrink] {
             for (members, nth) in [(&[0, 1][..], 0), (&[0, 1], 1), (&[1, 0], 0), (&[0], 1), (&[0, 1, 0], 0), (&[], 0)] {
                 all.extend([k.group(kind, members, nth), l.group(kind, members, nth)]);
             }

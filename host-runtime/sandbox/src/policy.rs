@@ -44,7 +44,7 @@ pub struct Policy {
     /// WASI interfaces granted, such as `wasi:clocks/monotonic-clock`.
     pub wasi: BTreeSet<String>,
     /// The share of what tenants compete for.
-    pub share: Share,
+    pub share: SharePolicy,
     /// Whom the service serves as this tenant.
     pub service: Access,
 }
@@ -312,7 +312,7 @@ impl fmt::Display for Reach {
 /// The share of what tenants compete for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
-pub struct Share {
+pub struct SharePolicy {
     /// Weight among tenants whose operations compete, 1 to 1000.
     pub weight: u32,
     /// Bytes a second that its operations may move; none for no cap.
@@ -323,9 +323,9 @@ pub struct Share {
     pub control_cpu: u32,
 }
 
-impl Default for Share {
+impl Default for SharePolicy {
     fn default() -> Self {
-        Share { weight: 100, bandwidth: None, proxy_slots: 1280, control_cpu: 100 }
+        SharePolicy { weight: 100, bandwidth: None, proxy_slots: 1280, control_cpu: 100 }
     }
 }
 
@@ -476,7 +476,7 @@ struct Written {
     files: WrittenFiles,
     #[serde(default)]
     wasi: WrittenWasi,
-    share: Option<Spanned<Share>>,
+    share: Option<Spanned<SharePolicy>>,
     #[serde(default)]
     service: Access,
 }

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use enc::Algorithm;
-use enc::table::{Policy, Table};
+use enc::table::{Criteria, Table};
 use hw_bridge::exec::share::{Market, Terms};
 use hw_bridge::model::DeviceConfig;
 use hw_bridge::os::bell::WaitMode;
 use sandbox::error::Error;
 use sandbox::limits::Limits;
-use sandbox::policy::{Policy as TenantPolicy, Share};
+use sandbox::policy::{Policy, SharePolicy};
 use sandbox::served::GRANTED;
 use sandbox::tenant::TenantConfig;
 use sandbox::vars;
@@ -35,11 +35,11 @@ pub struct RuntimeConfig {
     pub tenant_id: u64,
     /// What an operator lets this tenant do. Its name, limits and device memory go before those here, and plugins are looked
     /// up by name in its directory. Without one, plugins may do what this process may.
-    pub policy: Option<Arc<TenantPolicy>>,
+    pub policy: Option<Arc<Policy>>,
     /// What plugins may use.
     pub limits: Limits,
     /// What the tenant gets of what it and other tenants compete for.
-    pub share: Share,
+    pub share: SharePolicy,
     /// Where it meets the others; without, the tenants of this process meet one another.
     pub market: Option<Arc<Market>>,
     /// Socket of the service that owns the devices and the plugins; `None` has them in this process.
@@ -88,7 +88,7 @@ impl Default for RuntimeConfig {
             tenant_id: 0,
             policy: None,
             limits: Limits::default(),
-            share: Share::default(),
+            share: SharePolicy::default(),
             market: None,
             service: None,
             cores: Vec::new(),
@@ -152,7 +152,7 @@ impl RuntimeConfig {
             ..RuntimeConfig::default()
         };
         if let Some(path) = path("WCCL_POLICY") {
-            let policy = TenantPolicy::read(&path).map_err(|e| Error::Config(format!("WCCL_POLICY: {e}")))?;
+            let policy = Policy::read(&path).map_err(|e| Error::Config(format!("WCCL_POLICY: {e}")))?;
             c.plugin = policy.plugins.allowed.first().map(|a| policy.plugins.directory.join(&a.file.0));
             c.policy = Some(Arc::new(policy));
         }
@@ -231,10 +231,10 @@ impl RuntimeConfig {
         }
     }
 
-    /// What the choice of algorithms goes by, as far as a rank knows it by itself: [`crate::Communicator::policy`] is all of it.
-    pub fn policy(&self) -> Policy<'_> {
+    /// What the choice of algorithms goes by, as far as a rank knows it by itself: [`crate::Communicator::criteria`] is all of it.
+    pub fn criteria(&self) -> Criteria<'_> {
         let table = self.table.as_deref();
-        Policy { forced: self.algorithm, one_hop_max: self.one_hop_max, table, direct: false }
+        Criteria { forced: self.algorithm, one_hop_max: self.one_hop_max, table, direct: false }
     }
 }
 

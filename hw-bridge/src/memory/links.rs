@@ -117,7 +117,7 @@ impl Edge {
 
 /// What a grant hands out.
 #[derive(Debug, Clone)]
-pub struct Grant {
+pub struct LinkGrant {
     /// To whom: to nobody else.
     pub edge: Edge,
     /// The communicator's control segment.
@@ -225,7 +225,7 @@ fn sys(step: &'static str) -> impl FnOnce(std::io::Error) -> LinkError {
     move |source| LinkError::System { step, source }
 }
 
-type Grants = Arc<Mutex<HashMap<[u8; NUMBER_BYTES], Grant>>>;
+type Grants = Arc<Mutex<HashMap<[u8; NUMBER_BYTES], LinkGrant>>>;
 
 /// The process's giver of memory. Dropping it ends its thread and every grant; mappings that peers hold stay valid.
 #[derive(Debug)]
@@ -264,7 +264,7 @@ impl LinkServer {
     }
 
     /// Makes `grant` available to its asker, who needs the returned 64 bytes for it.
-    pub fn grant(&self, grant: Grant) -> Result<[u8; IPC_BYTES], LinkError> {
+    pub fn grant(&self, grant: LinkGrant) -> Result<[u8; IPC_BYTES], LinkError> {
         let mut ipc = [0u8; IPC_BYTES];
         let number: [u8; NUMBER_BYTES] =
             random::bytes().map_err(sys("reading random bytes for the number of a link"))?;
@@ -423,7 +423,7 @@ fn answer(mut stream: UnixStream, hello: &[u8; HELLO_BYTES], name: &[u8], grants
     let word = |at: usize| u32::from_le_bytes([hello[at], hello[at + 1], hello[at + 2], hello[at + 3]]);
     let tenant = u64::from(word(20)) | u64::from(word(24)) << 32;
     let found = (word(0) == MAGIC).then(|| lock(grants).get(&number).cloned()).flatten();
-    let Some(Grant { edge, control, hbm, client }) = found else {
+    let Some(LinkGrant { edge, control, hbm, client }) = found else {
         return refuse(&mut stream, UNKNOWN, "it names no grant of this process".into());
     };
     if edge.tenant != tenant {
@@ -653,8 +653,8 @@ mod tests {
         Edge { tenant, key: [9; 32], owner: 3, asker: 1 }
     }
 
-    fn grant(tenant: u64) -> Grant {
-        Grant {
+    fn grant(tenant: u64) -> LinkGrant {
+        LinkGrant {
             edge: edge(tenant),
             control: Arc::new(Segment::create("c", 4096).unwrap()),
             hbm: Arc::new(Segment::create("h", 8192).unwrap()),
@@ -806,14 +806,14 @@ mod tests {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = rustix::process::Pid::from_child(&child);
         let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
-        let ipc = server.grant(Grant { client: Some(Arc::new(pidfd)), ..grant(7) }).unwrap();
+        let ipc = server.grant(LinkGrant { client: Some(Arc::new(pidfd)), ..grant(7) }).unwrap();
         let m = connect(&ipc, &edge(7), None, soon()).unwrap();
         assert_eq!((m.pid.here(), m.pidfd.is_some()), (Some(child.id()), true));
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(matches!(connect(&ipc, &edge(7), None, soon()), Err(LinkError::Gone(_))));
         let no_process = Some(Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap())));
-        let ipc = server.grant(Grant { client: no_process, ..grant(7) }).unwrap();
+        let ipc = server.grant(LinkGrant { client: no_process, ..grant(7) }).unwrap();
         assert!(matches!(connect(&ipc, &edge(7), None, soon()), Err(LinkError::Malformed(_))));
         // This very process needs no watching.
         let ipc = server.grant(grant(7)).unwrap();

@@ -82,7 +82,7 @@ impl P2pInfo {
 
 /// One connection to make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Edge {
+pub struct ConnectorKey {
     /// The other end.
     pub peer: usize,
     /// The channel.
@@ -96,15 +96,15 @@ pub trait Links {
     /// What stands for a connection.
     type Connector;
     /// Whether `transport` serves the pair, and if not, why.
-    fn can_connect(&mut self, transport: Transport, edge: Edge) -> Result<Result<(), String>, Failure>;
+    fn can_connect(&mut self, transport: Transport, edge: ConnectorKey) -> Result<Result<(), String>, Failure>;
     /// Fills the IPC field for this edge's peer.
-    fn setup(&mut self, edge: Edge) -> Result<[u8; IPC_BYTES], Failure>;
+    fn setup(&mut self, edge: ConnectorKey) -> Result<[u8; IPC_BYTES], Failure>;
     /// Sends blobs to a peer over the bootstrap, hint "p2pconnect".
     fn send(&mut self, peer: usize, blobs: &[u8]) -> Result<(), Failure>;
     /// Receives that many bytes of blobs.
     fn recv(&mut self, peer: usize, bytes: usize) -> Result<Vec<u8>, Failure>;
     /// Connects with the peer's blob.
-    fn connect(&mut self, edge: Edge, info: &P2pInfo) -> Result<Self::Connector, Failure>;
+    fn connect(&mut self, edge: ConnectorKey, info: &P2pInfo) -> Result<Self::Connector, Failure>;
     /// One log line.
     fn log(&mut self, line: String);
     /// Logical core of a rank, for messages.
@@ -119,10 +119,10 @@ pub fn run<L: Links>(
     l: &mut L,
     rank: usize,
     nranks: usize,
-    edges: &BTreeSet<Edge>,
-) -> Result<BTreeMap<Edge, L::Connector>, Failure> {
+    edges: &BTreeSet<ConnectorKey>,
+) -> Result<BTreeMap<ConnectorKey, L::Connector>, Failure> {
     let mut made = BTreeMap::new();
-    let to = |peer: usize, is_send: bool| -> Vec<Edge> {
+    let to = |peer: usize, is_send: bool| -> Vec<ConnectorKey> {
         edges.iter().copied().filter(|e| e.peer == peer && e.is_send == is_send).collect()
     };
     for distance in 1..nranks {
@@ -162,7 +162,7 @@ pub fn run<L: Links>(
 
 /// The first transport that serves, from index 0 (the ring path always has a graph), or the terminal message (INV-82), with
 /// both ends and what each transport said.
-fn choose<L: Links>(l: &mut L, rank: usize, edge: Edge) -> Result<Transport, Failure> {
+fn choose<L: Links>(l: &mut L, rank: usize, edge: ConnectorKey) -> Result<Transport, Failure> {
     let mut declined = Vec::new();
     for t in &Transport::TABLE[first_transport(true, rank, edge.peer)..] {
         match l.can_connect(*t, edge)? {
@@ -186,14 +186,14 @@ fn choose<L: Links>(l: &mut L, rank: usize, edge: Edge) -> Result<Transport, Fai
 }
 
 /// Edges of rings: per channel, receive from prev and send to next; none in a world of one (topology-and-rings 3).
-pub fn ring_edges(rank: usize, rings: impl Iterator<Item = (i32, i32)>) -> BTreeSet<Edge> {
+pub fn ring_edges(rank: usize, rings: impl Iterator<Item = (i32, i32)>) -> BTreeSet<ConnectorKey> {
     let mut edges = BTreeSet::new();
     for (channel, (prev, next)) in rings.enumerate() {
         for (peer, is_send) in [(prev, false), (next, true)] {
             if let Ok(peer) = usize::try_from(peer)
                 && peer != rank
             {
-                edges.insert(Edge { peer, channel: channel as u32, is_send });
+                edges.insert(ConnectorKey { peer, channel: channel as u32, is_send });
             }
         }
     }
@@ -201,9 +201,9 @@ pub fn ring_edges(rank: usize, rings: impl Iterator<Item = (i32, i32)>) -> BTree
 }
 
 /// Edges of a full mesh: every other rank, both directions, channel 0.
-pub fn mesh_edges(rank: usize, nranks: usize) -> BTreeSet<Edge> {
+pub fn mesh_edges(rank: usize, nranks: usize) -> BTreeSet<ConnectorKey> {
     let others = (0..nranks).filter(|p| *p != rank);
-    others.flat_map(|peer| [false, true].map(|is_send| Edge { peer, channel: 0, is_send })).collect()
+    others.flat_map(|peer| [false, true].map(|is_send| ConnectorKey { peer, channel: 0, is_send })).collect()
 }
 
 #[cfg(test)]
@@ -231,12 +231,12 @@ mod tests {
 
     impl Links for Table {
         type Connector = [u8; IPC_BYTES];
-        fn can_connect(&mut self, t: Transport, _: Edge) -> Result<Result<(), String>, Failure> {
+        fn can_connect(&mut self, t: Transport, _: ConnectorKey) -> Result<Result<(), String>, Failure> {
             self.asked.push(t);
             let (serves, why) = if t == Transport::P2p { (self.p2p, "too far") } else { (self.net, "no card") };
             Ok(if serves { Ok(()) } else { Err(why.into()) })
         }
-        fn setup(&mut self, e: Edge) -> Result<[u8; IPC_BYTES], Failure> {
+        fn setup(&mut self, e: ConnectorKey) -> Result<[u8; IPC_BYTES], Failure> {
             self.touched.insert(e.peer);
             Ok(ipc_of(self.rank, e.peer, e.channel, e.is_send))
         }
@@ -250,7 +250,7 @@ mod tests {
             assert_eq!(b.len(), bytes);
             Ok(b)
         }
-        fn connect(&mut self, _: Edge, info: &P2pInfo) -> Result<[u8; IPC_BYTES], Failure> {
+        fn connect(&mut self, _: ConnectorKey, info: &P2pInfo) -> Result<[u8; IPC_BYTES], Failure> {
             Ok(info.ipc)
         }
         fn log(&mut self, line: String) {
@@ -344,7 +344,10 @@ mod tests {
         );
         assert_eq!(t.asked, Transport::TABLE);
         let mut t = tables(2, false, true).remove(0);
-        assert_eq!(choose(&mut t, 0, Edge { peer: 1, channel: 0, is_send: true }).unwrap(), Transport::NetNeuron);
+        assert_eq!(
+            choose(&mut t, 0, ConnectorKey { peer: 1, channel: 0, is_send: true }).unwrap(),
+            Transport::NetNeuron
+        );
         assert_eq!(t.asked, Transport::TABLE);
     }
 

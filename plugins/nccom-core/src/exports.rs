@@ -12,20 +12,20 @@ use crate::bindings::exports::neuron::lifecycle::lifecycle;
 use crate::bindings::exports::neuron::nccom::collectives::*;
 use crate::bindings::neuron::hw::{affinity, log, net, proxy};
 use crate::bindings::neuron::nrt::nrt;
-use crate::connect::Edge;
+use crate::connect::ConnectorKey;
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostSockets, info, interface, socket_timeout};
-use crate::plan::{self, Init, Plan};
+use crate::plan::{self, CommPlan, Init};
 use crate::sources;
 use crate::{Release, state};
 
 /// The exports of a release.
 #[derive(Debug)]
-pub struct Library<R>(PhantomData<R>);
+pub struct Exports<R>(PhantomData<R>);
 
 // A component has one thread: these are what its instance keeps from one call to the next.
 thread_local! {
-    static PLANS: RefCell<BTreeMap<u64, Plan>> = const { RefCell::new(BTreeMap::new()) };
+    static PLANS: RefCell<BTreeMap<u64, CommPlan>> = const { RefCell::new(BTreeMap::new()) };
     static NET: RefCell<NetState> = const { RefCell::new(NetState::Untried) };
 }
 
@@ -49,7 +49,7 @@ fn answer<T>(entry: &str, r: Result<T, Failure>) -> Status<T> {
     })
 }
 
-fn with_plan<T>(comm: &Communicator, f: impl FnOnce(&mut Plan) -> Result<T, Failure>) -> Result<T, Failure> {
+fn with_plan<T>(comm: &Communicator, f: impl FnOnce(&mut CommPlan) -> Result<T, Failure>) -> Result<T, Failure> {
     let id = comm.id();
     PLANS.with_borrow_mut(|plans| match plans.get_mut(&id) {
         Some(p) => f(p),
@@ -119,7 +119,7 @@ fn version_info<R: Release>(n: u32) -> VersionInfo {
     }
 }
 
-fn comm_info(i: crate::rings::CommInfo, p: &Plan) -> CommInfo {
+fn comm_info(i: crate::rings::CommInfo, p: &CommPlan) -> CommInfo {
     CommInfo {
         cluster_id: p.head.cluster_id,
         epoch: p.head.epoch,
@@ -232,7 +232,7 @@ fn passed<T>(r: Result<T, NrtStatus>) -> Result<T, Failure> {
     r.map_err(Failure::from)
 }
 
-impl<R: Release> Guest for Library<R> {
+impl<R: Release> Guest for Exports<R> {
     fn neuron_get_version_info(n: u32) -> VersionInfo {
         version_info::<R>(n)
     }
@@ -426,7 +426,7 @@ impl<R: Release> Guest for Library<R> {
             let peer = usize::try_from(if is_send { ring.next } else { ring.prev }).map_err(|_| none())?;
             match pattern {
                 EncPattern::Ring => {
-                    p.connectors.get(&Edge { peer, channel, is_send }).map(|c| c.duplicate()).ok_or_else(none)
+                    p.connectors.get(&ConnectorKey { peer, channel, is_send }).map(|c| c.duplicate()).ok_or_else(none)
                 }
                 _ => Err(none()),
             }
@@ -546,13 +546,13 @@ fn preferred(nc: u32, rid: u32) -> Result<(i32, String), Failure> {
     })
 }
 
-impl<R: Release> task_entry::Guest for Library<R> {
+impl<R: Release> task_entry::Guest for Exports<R> {
     fn run(kind: String, state: Vec<u8>, listener: Option<task_entry::Listener>) -> Status<()> {
         answer(&format!("task {kind}"), plan::run_task(&kind, &state, listener))
     }
 }
 
-impl<R: Release> lifecycle::Guest for Library<R> {
+impl<R: Release> lifecycle::Guest for Exports<R> {
     fn describe() -> lifecycle::Description {
         lifecycle::Description {
             name: R::NAME.into(),
@@ -574,7 +574,7 @@ impl<R: Release> lifecycle::Guest for Library<R> {
     }
 
     fn import_state(comm: &Communicator, schema: u32, state: Vec<u8>) -> Status<()> {
-        let r = Plan::import::<R>(comm, schema, &state).map(|plan| {
+        let r = CommPlan::import::<R>(comm, schema, &state).map(|plan| {
             PLANS.with_borrow_mut(|plans| plans.insert(comm.id(), plan));
         });
         answer("import-state", r)

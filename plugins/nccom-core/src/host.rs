@@ -6,10 +6,10 @@ use crate::bindings::neuron::hw::objects::{Communicator, Connection, Connector, 
 use crate::bindings::neuron::hw::{clock, config, files, links, log, pci, sockets};
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::bindings::neuron::nrt::{nec, nrt};
-use crate::bootstrap::group::Group;
+use crate::bootstrap::group::Bootstrap;
 use crate::bootstrap::wire::Address;
 use crate::bootstrap::{Ends, Sockets};
-use crate::connect::{Edge, IPC_BYTES, Links, P2pInfo, Transport};
+use crate::connect::{ConnectorKey, IPC_BYTES, Links, P2pInfo, Transport};
 use crate::fail::{Code, Failure, invalid};
 use crate::peers::PeerRecord;
 use crate::topo::{self, Bdf, Family, Machine, MachineError, NumaNode, System};
@@ -275,12 +275,12 @@ impl Machine for HostMachine {
         pci::device_numa(mla)
     }
 
-    fn nics(&self) -> Vec<topo::Nic> {
+    fn nics(&self) -> Vec<topo::NetDevice> {
         let nics = pci::nics();
         nics.into_iter()
             .enumerate()
             .filter_map(|(i, n)| {
-                Some(topo::Nic {
+                Some(topo::NetDevice {
                     dev: i as i32,
                     bdf: Bdf::parse(&n.bdf)?,
                     name: n.name,
@@ -299,7 +299,7 @@ impl Machine for HostMachine {
 /// Links of a communicator under way: the transport table over the imports.
 pub(crate) struct HostLinks<'a> {
     pub comm: &'a Communicator,
-    pub group: &'a mut Group<HostSockets>,
+    pub group: &'a mut Bootstrap<HostSockets>,
     pub records: &'a [PeerRecord],
     pub system: &'a System,
     pub machine: &'a HostMachine,
@@ -366,7 +366,7 @@ impl HostLinks<'_> {
 impl Links for HostLinks<'_> {
     type Connector = Connector;
 
-    fn can_connect(&mut self, transport: Transport, edge: Edge) -> Result<Result<(), String>, Failure> {
+    fn can_connect(&mut self, transport: Transport, edge: ConnectorKey) -> Result<Result<(), String>, Failure> {
         match transport {
             Transport::P2p => self.p2p(edge.peer),
             // A bound net plug-in with a device would serve; its data path comes with the work across servers.
@@ -374,7 +374,7 @@ impl Links for HostLinks<'_> {
         }
     }
 
-    fn setup(&mut self, edge: Edge) -> Result<[u8; IPC_BYTES], Failure> {
+    fn setup(&mut self, edge: ConnectorKey) -> Result<[u8; IPC_BYTES], Failure> {
         if let Some(ipc) = self.offers.get(&edge.peer) {
             return Ok(*ipc);
         }
@@ -394,7 +394,7 @@ impl Links for HostLinks<'_> {
         self.group.recv_linking(&HostSockets, peer as i32, bytes, "p2pconnect")
     }
 
-    fn connect(&mut self, edge: Edge, info: &P2pInfo) -> Result<Connector, Failure> {
+    fn connect(&mut self, edge: ConnectorKey, info: &P2pInfo) -> Result<Connector, Failure> {
         Ok(links::connect(self.comm, edge.peer as i32, edge.channel, edge.is_send, &info.ipc, self.timeout_ms)?)
     }
 

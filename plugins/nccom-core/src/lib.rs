@@ -63,4 +63,4 @@ mod host;
 mod plan;
 mod sources;
 
-pub use exports::Library;
+pub use exports::Exports;

@@ -8,23 +8,23 @@ use crate::bindings::exports::neuron::nccom::collectives::NeuronDeviceInfo;
 use crate::bindings::neuron::hw::objects::{Communicator, Connector};
 use crate::bindings::neuron::hw::{clock, identity, links, random, rendezvous, sockets, tasks};
 use crate::bindings::neuron::nrt::{nec, nrt};
-use crate::bootstrap::group::{Group, Join};
+use crate::bootstrap::group::{Bootstrap, JoinParams};
 use crate::bootstrap::head::{Head, MAX_RANKS};
 use crate::bootstrap::parked::Slots;
 use crate::bootstrap::root::{Duty, claim, serve, serve_local, withdraw};
 use crate::bootstrap::wire::{Address, Info, RootId, parse_root_id};
 use crate::bytes::u32_at;
-use crate::connect::{self, Edge};
+use crate::connect::{self, ConnectorKey};
 use crate::fail::{Code, Failure, invalid};
 use crate::host::{HostLinks, HostMachine, HostSockets, granted_file, info, interface, socket_timeout, var, warn};
 use crate::peers::{PeerRecord, RECORD_BYTES, host_hash, machine_hash, pid_hash, short_name};
 use crate::rings::{self, Channels, Layout, Pods, TopoRanks};
 use crate::search;
-use crate::state::{self, Graph, State};
+use crate::state::{self, FoundGraph, PlanState};
 use crate::topo::{self, Machine, RankInfo, System};
 
 /// One communicator's plan.
-pub(crate) struct Plan {
+pub(crate) struct CommPlan {
     pub head: Head,
     wires: Wires,
     pub records: Vec<PeerRecord>,
@@ -34,18 +34,18 @@ pub(crate) struct Plan {
     system: Option<System>,
     layout: Layout,
     pods: Pods,
-    graph: Option<Graph>,
+    graph: Option<FoundGraph>,
     /// What the release arranged from the graph.
     pub channels: Option<Channels>,
-    pub connectors: BTreeMap<Edge, Connector>,
+    pub connectors: BTreeMap<ConnectorKey, Connector>,
 }
 
 /// The bootstrap's sockets.
 enum Wires {
     /// In this instance.
-    Held(Group<HostSockets>),
+    Held(Bootstrap<HostSockets>),
     /// With the host: since `quiesce`, until they are needed.
-    Parked(Group<Slots>),
+    Parked(Bootstrap<Slots>),
     /// They ended with the instance that held them, or could not be moved.
     Gone,
 }
@@ -109,7 +109,7 @@ pub(crate) struct Init<'a> {
 }
 
 /// `ncclCommInitRank`: bootstrap, peer records, topology. The graph is not built here (INV-55).
-pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
+pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, CommPlan), Failure> {
     let ms = socket_timeout()?;
     let nranks = usize::try_from(i.nranks).unwrap_or(0);
     if nranks > MAX_RANKS as usize {
@@ -140,11 +140,11 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
         }
         let at = if hierarchical { local_root(&id, &root, &here, rank, nranks, vnc, ms)? } else { root };
         let hash = if global { Some(hash_tag(i.sources)?) } else { None };
-        Ok(Join { root: at, interface: here, rank, nranks, hash, timeout_ms: ms })
+        Ok(JoinParams { root: at, interface: here, rank, nranks, hash, timeout_ms: ms })
     })();
     // The others wait at the root for this rank: they learn at once that it will not come.
     let join = prepared.inspect_err(|e| withdraw(&HostSockets, &root, rank, nranks, e, ms))?;
-    let mut group = Group::join(&HostSockets, &join)?;
+    let mut group = Bootstrap::join(&HostSockets, &join)?;
     // From here on the ring tells them.
     let made = make(i, &mut group, rank, nranks, &id, ms).inspect_err(|e| group.give_up(&HostSockets, e));
     let (comm, mut plan) = made?;
@@ -155,12 +155,12 @@ pub(crate) fn init(i: &Init<'_>) -> Result<(Communicator, Plan), Failure> {
 /// What follows the bootstrap: peer records, the host's object, topology.
 fn make(
     i: &Init<'_>,
-    group: &mut Group<HostSockets>,
+    group: &mut Bootstrap<HostSockets>,
     rank: usize,
     nranks: usize,
     id: &[u8],
     ms: u32,
-) -> Result<(Communicator, Plan), Failure> {
+) -> Result<(Communicator, CommPlan), Failure> {
     let mine = record(i.dev, rank, id)?;
     let all = group.all_gather(&HostSockets, &mine.encode(), "initTransportRank AllGather1")?;
     let records: Vec<PeerRecord> =
@@ -169,7 +169,7 @@ fn make(
         .map_err(|s| Failure::from(s).during("making the communicator's memory and control block on the host"))?;
     let (cluster_id, epoch) = (group.cluster_id, group.epoch);
     let head = Head { rank, nranks, dev: i.dev.nec_dev_id, timeout_ms: ms, cluster_id, epoch };
-    let mut plan = Plan::of_records(head, records)?;
+    let mut plan = CommPlan::of_records(head, records)?;
     plan.system()?;
     Ok((comm, plan))
 }
@@ -313,9 +313,9 @@ fn record(dev: &NeuronDeviceInfo, rank: usize, id: &[u8]) -> Result<PeerRecord, 
     })
 }
 
-impl Plan {
+impl CommPlan {
     /// What follows from the records: who is where.
-    fn of_records(head: Head, records: Vec<PeerRecord>) -> Result<Plan, Failure> {
+    fn of_records(head: Head, records: Vec<PeerRecord>) -> Result<CommPlan, Failure> {
         let ranks: Vec<RankInfo> = records.iter().map(PeerRecord::rank_info).collect();
         let machine = HostMachine { dev: head.dev };
         let layout = Layout::of_ranks(&ranks).map_err(failed)?;
@@ -323,7 +323,7 @@ impl Plan {
         let family = machine.family().map_err(failed)?;
         let pods = rings::pods(&layout, &ranks, family, records[head.rank].pod_type, &peer).map_err(failed)?;
         pods.log.iter().for_each(|l| info(l));
-        Ok(Plan {
+        Ok(CommPlan {
             head,
             wires: Wires::Gone,
             records,
@@ -404,7 +404,7 @@ impl Plan {
         let Channels { rings: searched, kangaring } =
             rings::postset(&fragments, &self.layout, &self.pods.order, family, rank).map_err(failed)?;
         log.iter().for_each(|l| info(l));
-        let graph = Graph { searched, kangaring, cycles };
+        let graph = FoundGraph { searched, kangaring, cycles };
         let channels = self.arrange::<R>(&graph)?;
         if self.head.nranks > 1 {
             self.connect(comm, &ring_edges(self.head.rank, &channels))?;
@@ -416,7 +416,7 @@ impl Plan {
     }
 
     /// The release's channels. Any two ranks of one server can be connected, unless the user bounds what links may do.
-    fn arrange<R: Release>(&self, graph: &Graph) -> Result<Channels, Failure> {
+    fn arrange<R: Release>(&self, graph: &FoundGraph) -> Result<Channels, Failure> {
         let policy = topo::P2pPolicy::from_vars(&var).map_err(|e| invalid(e.to_string()))?;
         let any_pair = self.layout.nodes.len() == 1 && !policy.disabled && policy.level.is_none();
         Ok(Channels { rings: R::arrange(&graph.searched, any_pair), kangaring: graph.kangaring.clone() })
@@ -430,11 +430,11 @@ impl Plan {
         self.connect(comm, &wanted)
     }
 
-    fn connect(&mut self, comm: &Communicator, edges: &BTreeSet<Edge>) -> Result<(), Failure> {
+    fn connect(&mut self, comm: &Communicator, edges: &BTreeSet<ConnectorKey>) -> Result<(), Failure> {
         self.system()?;
         self.group(comm)?;
         let Head { rank, nranks, timeout_ms, .. } = self.head;
-        let Plan { wires: Wires::Held(group), records, system: Some(system), machine, .. } = self else {
+        let CommPlan { wires: Wires::Held(group), records, system: Some(system), machine, .. } = self else {
             return Err(gone());
         };
         let mut links = HostLinks { comm, group, records, system, machine, offers: BTreeMap::new(), timeout_ms };
@@ -455,7 +455,7 @@ impl Plan {
     }
 
     /// The bootstrap connections; fetched from the host if they are parked there.
-    pub fn group(&mut self, comm: &Communicator) -> Result<&mut Group<HostSockets>, Failure> {
+    pub fn group(&mut self, comm: &Communicator) -> Result<&mut Bootstrap<HostSockets>, Failure> {
         if let Wires::Parked(_) = self.wires {
             let Wires::Parked(group) = std::mem::replace(&mut self.wires, Wires::Gone) else { return Err(gone()) };
             let fetched = group
@@ -514,9 +514,9 @@ impl Plan {
 
     /// A plan from another instance's bytes, of any release. Its sockets, if it parked them, stay with the host until they
     /// are needed, so that a swap that is given up can still go back; links are the host's and are taken up at once.
-    pub fn import<R: Release>(comm: &Communicator, schema: u32, b: &[u8]) -> Result<Plan, Failure> {
-        let state = State::decode(schema, b)?;
-        let mut plan = Plan::of_records(state.head, state.records)?;
+    pub fn import<R: Release>(comm: &Communicator, schema: u32, b: &[u8]) -> Result<CommPlan, Failure> {
+        let state = PlanState::decode(schema, b)?;
+        let mut plan = CommPlan::of_records(state.head, state.records)?;
         plan.wires = state.wires.map_or(Wires::Gone, Wires::Parked);
         if let Some(graph) = state.graph {
             let channels = plan.arrange::<R>(&graph)?;
@@ -530,7 +530,7 @@ impl Plan {
     }
 }
 
-fn ring_edges(rank: usize, channels: &Channels) -> BTreeSet<Edge> {
+fn ring_edges(rank: usize, channels: &Channels) -> BTreeSet<ConnectorKey> {
     connect::ring_edges(rank, channels.rings.iter().map(|r| (r.prev, r.next)))
 }
 

@@ -13,7 +13,7 @@
 //!
 //! Bytes come from another plugin: everything is checked before it is followed.
 
-use crate::bootstrap::group::Group;
+use crate::bootstrap::group::Bootstrap;
 use crate::bootstrap::head::{HEAD_BYTES, Head, MAX_RANKS};
 use crate::bootstrap::parked::Slots;
 use crate::bytes::{Reader, bad, put, u32_at};
@@ -39,20 +39,20 @@ const WIRES: u32 = 4;
 
 /// What a plan needs to go on elsewhere.
 #[derive(Debug)]
-pub struct State {
+pub struct PlanState {
     /// Who it is.
     pub head: Head,
     /// One a rank.
     pub records: Vec<PeerRecord>,
     /// Absent before the graph is built.
-    pub graph: Option<Graph>,
+    pub graph: Option<FoundGraph>,
     /// The parked bootstrap; absent in a checkpoint.
-    pub wires: Option<Group<Slots>>,
+    pub wires: Option<Bootstrap<Slots>>,
 }
 
 /// What the search found. A release arranges its channels from it, so another release gets the same to begin with.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Graph {
+pub struct FoundGraph {
     /// Rings, this rank first, without copies.
     pub searched: Vec<Ring>,
     /// Kangaring paths.
@@ -104,14 +104,14 @@ pub fn encode(
     schema: u32,
     head: &Head,
     records: &[PeerRecord],
-    graph: Option<&Graph>,
-    wires: Option<&Group<Slots>>,
+    graph: Option<&FoundGraph>,
+    wires: Option<&Bootstrap<Slots>>,
 ) -> Vec<u8> {
     let parts = [
         (HEAD, head.encode()),
         (RECORDS, records.iter().flat_map(PeerRecord::encode).collect()),
         (GRAPH, graph.map_or_else(Vec::new, |g| g.encode(width(schema)))),
-        (WIRES, wires.map_or_else(Vec::new, Group::encode)),
+        (WIRES, wires.map_or_else(Vec::new, Bootstrap::encode)),
     ];
     let mut b = Vec::new();
     put(&mut b, MAGIC[usize::from(schema != 1)]);
@@ -128,12 +128,12 @@ pub fn encode(
     b
 }
 
-impl State {
+impl PlanState {
     /// From bytes of `schema`.
     ///
     /// # Errors
     /// [`Code::Invalid`](crate::fail::Code) with what is wrong.
-    pub fn decode(schema: u32, bytes: &[u8]) -> Result<State, Failure> {
+    pub fn decode(schema: u32, bytes: &[u8]) -> Result<PlanState, Failure> {
         if !READ.contains(&schema) {
             return Err(bad(&format!("schema {schema}, {READ:?} are read")));
         }
@@ -167,15 +167,15 @@ impl State {
         if records.len() != head.nranks * RECORD_BYTES {
             return Err(bad(&format!("{} bytes of records of {} ranks", records.len(), head.nranks)));
         }
-        Ok(State {
+        Ok(PlanState {
             head,
             records: records
                 .chunks(RECORD_BYTES)
                 .enumerate()
                 .map(|(r, b)| PeerRecord::decode(b, r))
                 .collect::<Result<_, _>>()?,
-            graph: present(graph, |r| Graph::decode(r, head, width(schema)))?,
-            wires: present(wires, |r| Group::decode(r, head))?,
+            graph: present(graph, |r| FoundGraph::decode(r, head, width(schema)))?,
+            wires: present(wires, |r| Bootstrap::decode(r, head))?,
         })
     }
 }
@@ -191,7 +191,7 @@ fn present<T>(bytes: &[u8], read: impl FnOnce(&mut Reader<'_>) -> Result<T, Fail
     Ok(Some(part))
 }
 
-impl Graph {
+impl FoundGraph {
     fn encode(&self, width: usize) -> Vec<u8> {
         let mut b = Vec::new();
         put(&mut b, self.searched.len() as u32);
@@ -201,7 +201,7 @@ impl Graph {
         b
     }
 
-    fn decode(r: &mut Reader<'_>, h: Head, width: usize) -> Result<Graph, Failure> {
+    fn decode(r: &mut Reader<'_>, h: Head, width: usize) -> Result<FoundGraph, Failure> {
         let (rank, nranks) = (h.rank, h.nranks);
         let rings = r.count(MAX_CHANNELS, "rings")?;
         let mut searched = Vec::with_capacity(rings);
@@ -219,7 +219,7 @@ impl Graph {
         };
         let kangaring = lists(MAX_KANGA_PATHS, nranks, "kangaring paths")?;
         let cycles = lists(MAX_MLA_CYCLES, MAX_CYCLE, "cycles")?;
-        Ok(Graph { searched, kangaring, cycles })
+        Ok(FoundGraph { searched, kangaring, cycles })
     }
 }
 
@@ -241,24 +241,24 @@ mod tests {
         .unwrap()
     }
 
-    fn state(nranks: usize, parked: bool) -> State {
+    fn state(nranks: usize, parked: bool) -> PlanState {
         let rank = 1 % nranks;
         let order: Vec<i32> = (0..nranks).map(|i| ((i + rank) % nranks) as i32).collect();
-        let graph = Graph {
+        let graph = FoundGraph {
             searched: vec![Ring::new(order); 2],
             kangaring: vec![(0..nranks as i32).collect()],
             cycles: vec![vec![0, 3, 2]],
         };
         let head = Head { rank, nranks, dev: 5, timeout_ms: 15_000, cluster_id: u64::MAX - 1, epoch: -2 };
-        State {
+        PlanState {
             head,
             records: (0..nranks).map(record).collect(),
             graph: Some(graph),
-            wires: parked.then(|| Group::parked_example(head)),
+            wires: parked.then(|| Bootstrap::parked_example(head)),
         }
     }
 
-    fn bytes(s: &State, schema: u32) -> Vec<u8> {
+    fn bytes(s: &PlanState, schema: u32) -> Vec<u8> {
         encode(schema, &s.head, &s.records, s.graph.as_ref(), s.wires.as_ref())
     }
 
@@ -267,23 +267,23 @@ mod tests {
         for schema in READ {
             for (n, parked) in [(1, false), (2, true), (4, false), (5, true)] {
                 let s = state(n, parked);
-                let back = State::decode(schema, &bytes(&s, schema)).unwrap();
+                let back = PlanState::decode(schema, &bytes(&s, schema)).unwrap();
                 assert_eq!(format!("{back:?}"), format!("{s:?}"));
             }
-            let plain = State { graph: None, ..state(3, true) };
-            assert!(State::decode(schema, &bytes(&plain, schema)).unwrap().graph.is_none());
+            let plain = PlanState { graph: None, ..state(3, true) };
+            assert!(PlanState::decode(schema, &bytes(&plain, schema)).unwrap().graph.is_none());
         }
     }
 
     #[test]
     fn a_damaged_state_is_refused_with_the_reason() {
-        let said = |schema, b: &[u8]| State::decode(schema, b).unwrap_err().text;
+        let said = |schema, b: &[u8]| PlanState::decode(schema, b).unwrap_err().text;
         let one = bytes(&state(4, true), 1);
         assert!(said(3, &one).contains("schema 3"));
         assert!(said(2, &one).contains("no valid header"));
         assert!(said(1, &[&one[..], &[0]].concat()).contains("1 bytes are left over"));
         for n in 0..one.len() {
-            assert!(State::decode(1, &one[..n]).is_err(), "{n}");
+            assert!(PlanState::decode(1, &one[..n]).is_err(), "{n}");
         }
         let two = bytes(&state(4, true), 2);
         let head = &two[4..4 + 8 + HEAD_BYTES];
@@ -303,7 +303,7 @@ mod tests {
             let n = b.len();
             b[at % n] ^= with;
             b.truncate(n - cut % n);
-            let _ = State::decode(schema, &b);
+            let _ = PlanState::decode(schema, &b);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! nccom-next: of every searched ring both directions and a stride order, so that rings use links that nccom leaves idle.
 
 use nccom_core::rings::{Ring, both_ways_and_strided};
-use nccom_core::{Library, Release};
+use nccom_core::{Exports, Release};
 
 /// This release.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ impl Release for NccomNext {
 }
 
 /// The component.
-pub type Component = Library<NccomNext>;
+pub type Component = Exports<NccomNext>;
 
 // Natively the export names are no valid symbols for a linker's version script.
 #[cfg(target_family = "wasm")]

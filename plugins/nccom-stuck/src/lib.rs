@@ -2,7 +2,7 @@
 //! The demo and the tests show with it that a host stops such a plugin.
 
 use nccom_core::rings::Ring;
-use nccom_core::{Library, Release};
+use nccom_core::{Exports, Release};
 
 /// This release.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ impl Release for NccomStuck {
 }
 
 /// The component.
-pub type Component = Library<NccomStuck>;
+pub type Component = Exports<NccomStuck>;
 
 // Natively the export names are no valid symbols for a linker's version script.
 #[cfg(target_family = "wasm")]

@@ -1,7 +1,7 @@
 //! nccom: every searched ring, and a copy of each.
 
 use nccom_core::rings::{Ring, doubled};
-use nccom_core::{Library, Release};
+use nccom_core::{Exports, Release};
 
 /// This release.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ impl Release for Nccom {
 }
 
 /// The component.
-pub type Component = Library<Nccom>;
+pub type Component = Exports<Nccom>;
 
 // Natively the export names are no valid symbols for a linker's version script.
 #[cfg(target_family = "wasm")]

@@ -310,7 +310,7 @@ fn carry_out(comm: &mut Communicator, words: &[&str]) -> Result<()> {
             carry_out(&mut comm.within(deadline), words.get(2..).context("a step is missing")?)
         }
         "direct" => {
-            say(&format!("direct {}", comm.policy().direct));
+            say(&format!("direct {}", comm.criteria().direct));
             Ok(())
         }
         "bind" => {

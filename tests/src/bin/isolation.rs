@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
-use sandbox::policy::{Policy, Rate, Share};
+use sandbox::policy::{Policy, Rate, SharePolicy};
 use tests::zoo::Plugin;
 use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
@@ -176,7 +176,7 @@ fn run(args: &Args) -> Result<()> {
             continue;
         }
         let Work::Ranks(work) = n.work else { continue };
-        let share = Share { weight: n.weight, bandwidth: n.bandwidth.map(Rate), ..Share::default() };
+        let share = SharePolicy { weight: n.weight, bandwidth: n.bandwidth.map(Rate), ..SharePolicy::default() };
         let counted = done.clone();
         let (ready, started) = std::sync::mpsc::channel();
         let ended = Arc::new(AtomicBool::new(false));
@@ -257,7 +257,7 @@ impl Hostile {
 fn group<R: Send + 'static>(
     name: &str,
     tenant_id: u64,
-    share: Share,
+    share: SharePolicy,
     body: impl Fn(Communicator) -> Result<R> + Clone + Send + 'static,
 ) -> Result<Vec<JoinHandle<Result<R>>>> {
     let mut config =
@@ -293,7 +293,7 @@ fn victim(args: &Args, bytes: usize) -> Result<Vec<u32>> {
     // The number of the last call. Rank 0 sets it before it enters that call, so that the others know it when they leave it.
     let last = Arc::new(AtomicU64::new(u64::MAX));
     let bound = !args.unbound;
-    let ranks = group("victim", VICTIM, Share::default(), move |mut comm| {
+    let ranks = group("victim", VICTIM, SharePolicy::default(), move |mut comm| {
         if bound {
             bind(comm.rank())?;
         }

@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use sandbox::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
 use sandbox::entries::NAMES;
 use sandbox::error::Error;
-use sandbox::load::Kind;
+use sandbox::load::PluginKind;
 use sandbox::served::CALLBACKS;
 use sandbox::status::Status;
 use sandbox::store::Library;
@@ -134,7 +134,7 @@ fn the_boundary_is_37_and_20_names() {
     }
 
     for name in ["nccom.wasm", "nccom-next.wasm"] {
-        let library = Library::link(name, &zoo::built(name).unwrap(), Kind::Transport, &[]).unwrap();
+        let library = Library::link(name, &zoo::built(name).unwrap(), PluginKind::Transport, &[]).unwrap();
         let ours: Vec<String> = library
             .exports()
             .into_iter()

@@ -5,22 +5,22 @@ use std::time::{Duration, Instant};
 
 use hw_bridge::exec::share::{self, Market, Terms};
 use hw_bridge::limits::MARKET_TENANTS;
-use sandbox::policy::{Rate, Share};
+use sandbox::policy::{Rate, SharePolicy};
 use sandbox::status::Status;
 use wccl::{DataType, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{HANG, bytes_of, config, values_of, world};
 
 /// A tenant with that share.
-fn tenant(tenant_id: u64, share: Share) -> RuntimeConfig {
+fn tenant(tenant_id: u64, share: SharePolicy) -> RuntimeConfig {
     RuntimeConfig { tenant: format!("t{tenant_id}"), tenant_id, share, ..config() }
 }
 
 #[test]
 fn tenants_of_other_weights_and_caps_get_right_results_side_by_side() {
-    let heavy = Share { weight: 1000, ..Share::default() };
-    let light = Share { weight: 1, ..Share::default() };
-    let capped = Share { bandwidth: Some(Rate(256 << 20)), ..Share::default() };
+    let heavy = SharePolicy { weight: 1000, ..SharePolicy::default() };
+    let light = SharePolicy { weight: 1, ..SharePolicy::default() };
+    let capped = SharePolicy { bandwidth: Some(Rate(256 << 20)), ..SharePolicy::default() };
     let tenants = [(1, heavy, 12), (2, light, 4), (3, capped, 4)].map(|(id, share, rounds)| {
         std::thread::spawn(move || {
             world(2, &tenant(id, share), move |mut comm| {
@@ -54,7 +54,7 @@ fn tenants_of_other_weights_and_caps_get_right_results_side_by_side() {
 /// The operation takes three times its deadline, for its cap's sake: nobody is late.
 #[test]
 fn a_cap_is_no_time_out() {
-    let capped = Share { bandwidth: Some(Rate(16 << 20)), ..Share::default() };
+    let capped = SharePolicy { bandwidth: Some(Rate(16 << 20)), ..SharePolicy::default() };
     let patient = RuntimeConfig { timeout: Duration::from_secs(1), ..tenant(11, capped) };
     world(2, &patient, |mut comm| {
         let mut ones = bytes_of(&vec![1.0; 2 << 20]);
@@ -66,7 +66,7 @@ fn a_cap_is_no_time_out() {
 #[test]
 fn an_abort_ends_the_wait_for_a_cap() {
     // It would take a quarter of an hour, and its deadline is later.
-    let capped = Share { bandwidth: Some(Rate(64 << 10)), ..Share::default() };
+    let capped = SharePolicy { bandwidth: Some(Rate(64 << 10)), ..SharePolicy::default() };
     let patient = RuntimeConfig { timeout: Duration::from_secs(3600), ..tenant(12, capped) };
     world(2, &patient, |mut comm| {
         let (abort, core) = (comm.abort_token().clone(), comm.core().clone());
@@ -94,7 +94,7 @@ fn an_abort_ends_the_wait_for_a_cap() {
 
 #[test]
 fn operations_in_progress_are_bounded_by_the_slots() {
-    let two = Share { proxy_slots: 2, ..Share::default() };
+    let two = SharePolicy { proxy_slots: 2, ..SharePolicy::default() };
     world(2, &tenant(13, two), |mut comm| {
         let stream = comm.stream(0).unwrap();
         let e = comm.stream(1).unwrap_err();
@@ -113,7 +113,7 @@ fn a_full_market_refuses_a_tenant_with_a_sentence() {
     let market = Arc::new(Market::create().unwrap());
     let enter = |id| share::Share::new(market.clone(), id, Terms::default()).unwrap();
     let others: Vec<_> = (100..).take(MARKET_TENANTS).map(enter).collect();
-    let late = RuntimeConfig { market: Some(market.clone()), ..tenant(14, Share::default()) };
+    let late = RuntimeConfig { market: Some(market.clone()), ..tenant(14, SharePolicy::default()) };
     let e = Runtime::open(late.clone()).unwrap_err().to_string();
     assert!(e.contains("tenant t14 cannot be opened") && e.contains("no room for another"), "{e}");
     drop(others);

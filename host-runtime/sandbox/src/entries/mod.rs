@@ -19,8 +19,8 @@ use crate::bindings::exports::neuron::nccom::collectives::VersionInfo;
 use crate::error::Error;
 use crate::key::GroupKey;
 use crate::limits::{COMPATIBILITY, VERSION_INFO_BYTES};
-use crate::load::{Kind, Source};
-use crate::objects::Client;
+use crate::load::{PluginKind, Source};
+use crate::objects::ClientProcess;
 use crate::status::Status;
 use crate::store::{HostState, Instance, Library, Patience};
 use crate::tenant::Tenant;
@@ -52,7 +52,7 @@ pub struct Holder {
     /// It joins as this rank of so many, if it does not take over from another instance.
     pub seat: Option<(usize, usize)>,
     /// The client of a service that it is another process's for.
-    pub client: Option<Client>,
+    pub client: Option<ClientProcess>,
 }
 
 /// `nec_version_info_t` as the probe filled it; absent fields read as zero, as in the zero-filled original.
@@ -135,7 +135,7 @@ pub fn read(tenant: &Tenant, path: &Path) -> Result<Source, LoadError> {
 /// Loads a library: import check, probe, 89, the other 36 by name, all or nothing. Touches no table.
 pub fn load(tenant: &Arc<Tenant>, source: &Source, without: &[String]) -> Result<Loaded, LoadError> {
     let named = about(source.path());
-    let library = source.load(tenant, Kind::Transport, without).map_err(&named)?;
+    let library = source.load(tenant, PluginKind::Transport, without).map_err(&named)?;
     let abort = AbortToken::new().map_err(|e| named(format!("its abort event could not be made: {e}")))?;
     let state = HostState::new(tenant.clone(), Some(library.clone()), abort, None);
     let instance = Instance::renewable(&library, state).map_err(named)?;

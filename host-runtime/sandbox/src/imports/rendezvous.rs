@@ -23,7 +23,7 @@ use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, ID_BYTES};
 use crate::objects::published::Published;
 use crate::status::Status;
-use crate::store::{HostState, Wait};
+use crate::store::{HostState, Waited};
 
 /// Bytes of an answer: the address, and the proof that it was published.
 const ANSWER: usize = ADDRESS_BYTES + 32;
@@ -165,8 +165,8 @@ impl HostState {
                 Ok(n) => got += n,
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::IN, until) {
-                    Wait::Ready => {}
-                    Wait::Late | Wait::Ended => return Err(ErrorKind::TimedOut.into()),
+                    Waited::Ready => {}
+                    Waited::Late | Waited::Ended => return Err(ErrorKind::TimedOut.into()),
                 },
                 Err(e) => return Err(e),
             }

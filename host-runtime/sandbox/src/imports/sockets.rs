@@ -26,12 +26,12 @@ use crate::imports::system::{self, loopback_down};
 use crate::imports::{Answer, Trap, own};
 use crate::key::GroupKey;
 use crate::limits::{ADDRESS_BYTES, SOCKET_BUFFER, byte_list};
-use crate::objects::gate::{Found, Gate};
+use crate::objects::gate::{Gate, Round};
 use crate::objects::handshake::{Dialled, Unproven};
-use crate::objects::{CommunicatorObject, ConnectionObject, ListenerObject, Parked};
+use crate::objects::{CommunicatorObject, ConnectionObject, ListenerObject, ParkedSocket};
 use crate::policy::{ALL_PORTS, listed};
 use crate::status::Status;
-use crate::store::{HostState, Wait};
+use crate::store::{HostState, Waited};
 
 const AF_INET: u16 = 2;
 const AF_INET6: u16 = 10;
@@ -187,9 +187,9 @@ impl HostState {
             match bind(addr, &ports) {
                 Ok(l) => break l,
                 Err(e) if e.kind() == ErrorKind::AddrInUse => match self.pause(pause, until) {
-                    Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
-                    Wait::Ended => return self.ended("listening"),
-                    Wait::Late => {
+                    Waited::Ready => pause = (pause * 2).min(BACKOFF.1),
+                    Waited::Ended => return self.ended("listening"),
+                    Waited::Late => {
                         return self.late(ms, || {
                             format!("{addr} stayed in use; another job listens there, choose another port")
                         });
@@ -226,27 +226,27 @@ impl HostState {
             let ListenerObject { socket, gate, .. } = self.table.get_mut(handle)?;
             let at = || socket.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
             let (end, full) = match gate.round(socket, &key, &tenant.gates, Instant::now(), set_up) {
-                Ok(Found::Member(stream, from)) => {
+                Ok(Round::Member(stream, from)) => {
                     return Ok(self.new_connection(stream, None, counted).map(|c| (c, encode(&from))));
                 }
-                Ok(Found::Refused(from, why)) => {
+                Ok(Round::Refused(from, why)) => {
                     if tenant.may_log() {
                         tracing::warn!(tenant = %tenant.name, "a connection from {from} to {} was refused: {why}", at());
                     }
                     // However many come, the deadline and the abort are looked at.
                     (Some(Instant::now()), false)
                 }
-                Ok(Found::Nothing { until, full }) => (until, full),
+                Ok(Round::Nothing { until, full }) => (until, full),
                 Err(e) => return Ok(self.socket_error("accepting a connection".into(), &e, None)),
             };
             // The gate goes by the machine's clock.
             let end = end.map_or(until, |end| self.by_the_calls_clock(end).min(until));
             let ListenerObject { socket, gate, .. } = self.table.get(handle)?;
             match self.wait_any(&gate.awaited(socket, full), PollFlags::IN, end) {
-                Wait::Ready => {}
-                Wait::Ended => return Ok(self.ended("waiting for an incoming connection")),
-                Wait::Late if end < until => {}
-                Wait::Late => {
+                Waited::Ready => {}
+                Waited::Ended => return Ok(self.ended("waiting for an incoming connection")),
+                Waited::Late if end < until => {}
+                Waited::Late => {
                     let at = socket.local_addr().map_or_else(|_| "?".into(), |a| a.to_string());
                     return Ok(
                         self.late(ms, || format!("Timeout waiting for incoming connection on {at} after {ms} ms"))
@@ -275,9 +275,9 @@ impl HostState {
             Err(e) => return Some(Err(e.into())),
         }
         match self.wait(&stream, PollFlags::OUT, until.min(self.now() + ATTEMPT)) {
-            Wait::Ended => None,
-            Wait::Late => Some(Err(ErrorKind::TimedOut.into())),
-            Wait::Ready => Some(match stream.take_error() {
+            Waited::Ended => None,
+            Waited::Late => Some(Err(ErrorKind::TimedOut.into())),
+            Waited::Ready => Some(match stream.take_error() {
                 Ok(None) => Ok(stream),
                 Ok(Some(e)) | Err(e) => Err(e),
             }),
@@ -306,9 +306,9 @@ impl HostState {
         if !self.absent.is_zero() {
             // Who only looks does dial.
             match self.pause(self.absent.min(Duration::from_millis(u64::from(ms) / 2)), until) {
-                Wait::Ready => {}
-                Wait::Ended => return self.ended(&format!("connecting to {addr}")),
-                Wait::Late => {
+                Waited::Ready => {}
+                Waited::Ended => return self.ended(&format!("connecting to {addr}")),
+                Waited::Late => {
                     let what =
                         || format!("{addr} was not dialled again within {ms} ms: who listens there had just left");
                     return self.late(ms, what);
@@ -363,9 +363,9 @@ impl HostState {
                 starved = Some(e.to_string());
             }
             match self.pause(pause, until) {
-                Wait::Ready => pause = (pause * 2).min(BACKOFF.1),
-                Wait::Ended => return self.ended(&format!("connecting to {addr}")),
-                Wait::Late => {
+                Waited::Ready => pause = (pause * 2).min(BACKOFF.1),
+                Waited::Ended => return self.ended(&format!("connecting to {addr}")),
+                Waited::Late => {
                     let hint = if starved.is_some() {
                         "no local port towards it is free, many wait to be used again: widen net.ipv4.ip_local_port_range, \
                          or join less often"
@@ -440,9 +440,9 @@ impl HostState {
         };
         let what = format!("looking up host name {host}");
         match self.wait(&near, PollFlags::IN, until) {
-            Wait::Ready => {}
-            Wait::Ended => return self.ended(&what),
-            Wait::Late => return self.late(ms, || format!("{what} took longer than {ms} ms")),
+            Waited::Ready => {}
+            Waited::Ended => return self.ended(&what),
+            Waited::Late => return self.late(ms, || format!("{what} took longer than {ms} ms")),
         }
         let found = match answered.try_recv() {
             Ok(Ok(found)) => found,
@@ -473,9 +473,9 @@ impl HostState {
                     let Some(until) = until else { return Ok(Ok(())) };
                     let stream = &self.table.get(handle)?.stream;
                     match self.wait(stream, PollFlags::IN, until) {
-                        Wait::Ready => {}
-                        Wait::Ended => return Ok(self.ended("receiving")),
-                        Wait::Late => {
+                        Waited::Ready => {}
+                        Waited::Ended => return Ok(self.ended("receiving")),
+                        Waited::Late => {
                             let who = peer_name(stream);
                             let what = || {
                                 format!(
@@ -525,9 +525,9 @@ impl HostState {
             match stream.write(&data[sent..]) {
                 Ok(n) => sent += n,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::OUT, until) {
-                    Wait::Ready => {}
-                    Wait::Ended => return Ok(self.ended("sending")),
-                    Wait::Late => {
+                    Waited::Ready => {}
+                    Waited::Ended => return Ok(self.ended("sending")),
+                    Waited::Late => {
                         let what = || format!("Timeout sending {} bytes after {ms} ms", data.len());
                         return Ok(self.late(ms, what));
                     }
@@ -571,9 +571,9 @@ impl HostState {
                 }
                 Ok(n) => got += n,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => match self.wait(stream, PollFlags::IN, until) {
-                    Wait::Ready => {}
-                    Wait::Ended => return Ok(self.ended("receiving")),
-                    Wait::Late => {
+                    Waited::Ready => {}
+                    Waited::Ended => return Ok(self.ended("receiving")),
+                    Waited::Late => {
                         let who = peer_name(stream);
                         data.truncate(got);
                         // A guest must not have the host keep room for what never came.
@@ -666,33 +666,33 @@ pub fn bind(mut addr: SocketAddr, ports: &[(u16, u16)]) -> std::io::Result<TcpLi
 /// A socket's object, and its place among what is parked.
 trait Socket: Sized + Send + 'static {
     const WHAT: &'static str;
-    fn park(self) -> Parked;
+    fn park(self) -> ParkedSocket;
     /// The object, or what it is instead.
     #[allow(clippy::result_large_err)]
-    fn unpark(parked: Parked) -> Result<Self, Parked>;
+    fn unpark(parked: ParkedSocket) -> Result<Self, ParkedSocket>;
 }
 
 impl Socket for ConnectionObject {
     const WHAT: &'static str = "connection";
 
-    fn park(self) -> Parked {
-        Parked::Connection(self)
+    fn park(self) -> ParkedSocket {
+        ParkedSocket::Connection(self)
     }
 
-    fn unpark(parked: Parked) -> Result<Self, Parked> {
-        if let Parked::Connection(c) = parked { Ok(c) } else { Err(parked) }
+    fn unpark(parked: ParkedSocket) -> Result<Self, ParkedSocket> {
+        if let ParkedSocket::Connection(c) = parked { Ok(c) } else { Err(parked) }
     }
 }
 
 impl Socket for ListenerObject {
     const WHAT: &'static str = "listener";
 
-    fn park(self) -> Parked {
-        Parked::Listener(self)
+    fn park(self) -> ParkedSocket {
+        ParkedSocket::Listener(self)
     }
 
-    fn unpark(parked: Parked) -> Result<Self, Parked> {
-        if let Parked::Listener(l) = parked { Ok(l) } else { Err(parked) }
+    fn unpark(parked: ParkedSocket) -> Result<Self, ParkedSocket> {
+        if let ParkedSocket::Listener(l) = parked { Ok(l) } else { Err(parked) }
     }
 }
 

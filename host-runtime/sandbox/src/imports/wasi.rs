@@ -15,7 +15,7 @@ use wasmtime_wasi::random::WasiRandom;
 use wasmtime_wasi::{WasiCtx, WasiCtxView, WasiView};
 
 use crate::imports::Trap;
-use crate::store::{Ended, HostState, Wait};
+use crate::store::{Ended, HostState, Waited};
 
 /// Random bytes of one call.
 const MAX_RANDOM: u64 = 64 << 10;
@@ -74,13 +74,13 @@ impl HostState {
                 return Ok(ready);
             }
             match self.pause(ROUND, until) {
-                Wait::Ready => {}
-                Wait::Ended if self.abort.aborted() => {
+                Waited::Ready => {}
+                Waited::Ended if self.abort.aborted() => {
                     self.ended = Ended::ForCaller;
                     return Err(wasmtime::format_err!("a poll was aborted: {}", self.abort.reason()));
                 }
                 // WASI has no answer for this; a guest that was given one would poll again.
-                Wait::Ended | Wait::Late => {
+                Waited::Ended | Waited::Late => {
                     return Err(self.out_of_time("a poll waited until the call had no time left"));
                 }
             }

@@ -23,7 +23,7 @@ impl Checkpoint {
     /// Why the plugin did not hand out its plan. If that stopped it, the error has a checkpoint without: a trap poisons the store,
     /// so what can be kept is only that there may be a new one.
     pub fn take(
-        held: lifecycle::Held<'_>,
+        held: lifecycle::HeldRef<'_>,
         patience: Patience,
     ) -> Result<Option<Checkpoint>, (String, Option<Checkpoint>)> {
         if !lifecycle::offered(held.0) {

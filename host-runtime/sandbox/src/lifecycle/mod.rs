@@ -22,7 +22,7 @@ use crate::store::{Instance, Patience};
 const LIFECYCLE: &str = "neuron:lifecycle/lifecycle";
 
 /// An instance, and its handle of a communicator.
-pub type Held<'a> = (&'a Instance, u32);
+pub type HeldRef<'a> = (&'a Instance, u32);
 
 fn call<P, R>(instance: &Instance, patience: Patience, name: &'static str, params: P) -> Result<R, String>
 where
@@ -42,11 +42,11 @@ where
     instance.call::<P, R>(name, patience, None, &index, params).map(|r| r.0).map_err(|e| e.to_string())
 }
 
-fn asked<R>(held: Held<'_>, name: &'static str, answer: Result<Result<R, NrtStatus>, String>) -> Result<R, String> {
+fn asked<R>(held: HeldRef<'_>, name: &'static str, answer: Result<Result<R, NrtStatus>, String>) -> Result<R, String> {
     answer?.map_err(|s| format!("`{name}` of {} answered {}", held.0.library().name, Status::from(&s)))
 }
 
-fn of_comm(held: Held<'_>, patience: Patience, name: &'static str) -> Result<(), String> {
+fn of_comm(held: HeldRef<'_>, patience: Patience, name: &'static str) -> Result<(), String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
     asked(held, name, call::<_, Result<(), NrtStatus>>(held.0, patience, name, (comm,)))
 }
@@ -57,12 +57,12 @@ pub fn describe(instance: &Instance, patience: Patience) -> Result<Description, 
 }
 
 /// Between two operations: the plugin changes nothing of a communicator until it is resumed.
-pub fn quiesce(held: Held<'_>, patience: Patience) -> Result<(), String> {
+pub fn quiesce(held: HeldRef<'_>, patience: Patience) -> Result<(), String> {
     of_comm(held, patience, "quiesce")
 }
 
 /// The plugin serves the communicator (again).
-pub fn resume(held: Held<'_>, patience: Patience) -> Result<(), String> {
+pub fn resume(held: HeldRef<'_>, patience: Patience) -> Result<(), String> {
     of_comm(held, patience, "resume")
 }
 
@@ -72,13 +72,13 @@ pub fn offered(instance: &Instance) -> bool {
 }
 
 /// Bytes of a plan.
-fn most(held: Held<'_>, entry: &str) -> usize {
+fn most(held: HeldRef<'_>, entry: &str) -> usize {
     let limit = held.0.tenant().limits.state;
     byte_list(LIFECYCLE, entry).map_or(limit, |b| limit.min(b as usize))
 }
 
 /// The plan of a quiesced communicator. The plugin describes itself as `writer`.
-pub fn export(held: Held<'_>, patience: Patience, writer: &Description) -> Result<Exported, String> {
+pub fn export(held: HeldRef<'_>, patience: Patience, writer: &Description) -> Result<Exported, String> {
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
     let answer = call::<_, Result<Vec<u8>, NrtStatus>>(held.0, patience, "export-state", (comm,));
     let state = asked(held, "export-state", answer)?;
@@ -91,7 +91,7 @@ pub fn export(held: Held<'_>, patience: Patience, writer: &Description) -> Resul
 }
 
 /// Hands a plan to a plugin that describes itself as `reader`.
-pub fn import(held: Held<'_>, patience: Patience, reader: &Description, plan: &Exported) -> Result<(), String> {
+pub fn import(held: HeldRef<'_>, patience: Patience, reader: &Description, plan: &Exported) -> Result<(), String> {
     let (schema, state) = plan.open(reader, most(held, "import-state"))?;
     let comm = Resource::<CommunicatorObject>::new_borrow(held.1);
     let answer = call::<_, Result<(), NrtStatus>>(held.0, patience, "import-state", (comm, schema, state));

@@ -10,7 +10,7 @@ use wasmtime::Engine;
 use wasmtime::component::Component;
 use wasmtime::component::types::ComponentItem;
 
-use crate::load::Kind;
+use crate::load::PluginKind;
 use crate::served::{CALLBACKS, NET, NET_TYPES, Numbers, ServedInterface, TRANSPORT, WASI, split_version};
 use crate::store::Denied;
 
@@ -19,11 +19,11 @@ use crate::store::Denied;
 pub(super) fn imports(
     engine: &Engine,
     component: &Component,
-    kind: Kind,
+    kind: PluginKind,
     without: &[String],
     wasi: &BTreeSet<String>,
 ) -> Result<(), Denied> {
-    imports_of(engine, component, kind, if kind == Kind::Net { NET } else { TRANSPORT }, without, wasi)
+    imports_of(engine, component, kind, if kind == PluginKind::Net { NET } else { TRANSPORT }, without, wasi)
 }
 
 /// The same with what is served as a list, which may have several versions of one interface: a host that adds one serves the
@@ -31,7 +31,7 @@ pub(super) fn imports(
 fn imports_of(
     engine: &Engine,
     component: &Component,
-    kind: Kind,
+    kind: PluginKind,
     interfaces: &[ServedInterface],
     without: &[String],
     wasi: &BTreeSet<String>,
@@ -39,7 +39,7 @@ fn imports_of(
     for (import, item) in component.component_type().imports(engine) {
         let (name, version, text) = split_version(import);
         // The types that the exported tables of a net plug-in share; the package has no version, and nothing is called.
-        if kind == Kind::Net && import == NET_TYPES {
+        if kind == PluginKind::Net && import == NET_TYPES {
             continue;
         }
         if name.starts_with("wasi:") {
@@ -153,7 +153,7 @@ mod tests {
         let added = [served("neuron:nrt/nec", (3, 0, 0), false)];
         let (before, behind) = ([&added, TRANSPORT].concat(), [TRANSPORT, &added].concat());
         let loads = |component: &Component, interfaces: &[ServedInterface]| {
-            imports_of(engine, component, Kind::Transport, interfaces, &[], &BTreeSet::new()).map_err(|d| d.why)
+            imports_of(engine, component, PluginKind::Transport, interfaces, &[], &BTreeSet::new()).map_err(|d| d.why)
         };
         for host in [TRANSPORT, &before, &behind] {
             assert_eq!(loads(&old, host), Ok(()));

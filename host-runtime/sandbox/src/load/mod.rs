@@ -22,7 +22,7 @@ use crate::text::line;
 
 /// What kind of plugin a file is loaded as; decides what it may import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum PluginKind {
     /// A libnccom.
     Transport,
     /// A libnccom-net.
@@ -55,7 +55,7 @@ impl Source {
     }
 
     /// Compiles and links it, by the one way that there is. The error is a sentence without the plugin's name.
-    pub fn load(&self, tenant: &Tenant, kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
+    pub fn load(&self, tenant: &Tenant, kind: PluginKind, without: &[String]) -> Result<Arc<Library>, String> {
         let name =
             self.path.file_name().map_or_else(|| self.path.display().to_string(), |n| n.to_string_lossy().into());
         let linked =
@@ -100,7 +100,7 @@ impl Library {
     /// Compiles `bytes` (or takes the compiled form from the cache), compares its imports with what this host serves, and
     /// links, as for a tenant without a policy; a manifest counts. `without` names callbacks this host does not serve. The error is a sentence
     /// without the plugin's name.
-    pub fn link(name: &str, bytes: &[u8], kind: Kind, without: &[String]) -> Result<Arc<Library>, String> {
+    pub fn link(name: &str, bytes: &[u8], kind: PluginKind, without: &[String]) -> Result<Arc<Library>, String> {
         let digest = cache::content_hash(bytes);
         Library::link_within(name, bytes, &digest, kind, without, Grant::default(), &Limits::default())
             .map_err(|denied| line(&denied.why))
@@ -110,7 +110,7 @@ impl Library {
         name: &str,
         bytes: &[u8],
         digest: &str,
-        kind: Kind,
+        kind: PluginKind,
         without: &[String],
         most: Grant,
         limits: &Limits,

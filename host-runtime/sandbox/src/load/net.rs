@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::imports::net::NetLibrary;
-use crate::load::{Kind, Source};
+use crate::load::{PluginKind, Source};
 use crate::store::Library;
 use crate::tenant::{NetState, Tenant};
 
@@ -39,7 +39,7 @@ pub fn prepare(tenant: &Arc<Tenant>, path: &Path) -> Result<Arc<NetLibrary>, Str
 }
 
 fn load(tenant: &Tenant, path: &Path) -> Result<Arc<Library>, String> {
-    Source::read(tenant, path)?.load(tenant, Kind::Net, &[])
+    Source::read(tenant, path)?.load(tenant, PluginKind::Net, &[])
 }
 
 /// Puts a prepared net component in the place of the one that served; answers that one.
@@ -65,7 +65,7 @@ mod tests {
                 (instance $v6)
                 (export \"{V6}\" (instance $v6)))"
         );
-        let library = Library::link("net.wasm", &wat::parse_str(wat).unwrap(), Kind::Net, &[]).unwrap();
+        let library = Library::link("net.wasm", &wat::parse_str(wat).unwrap(), PluginKind::Net, &[]).unwrap();
         NetLibrary::new(Path::new("net.wasm"), library)
     }
 

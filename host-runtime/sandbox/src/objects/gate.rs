@@ -42,7 +42,7 @@ pub(crate) struct Gate {
 
 /// What a round found.
 #[derive(Debug)]
-pub(crate) enum Found {
+pub(crate) enum Round {
     /// One of the group, which has been answered.
     Member(TcpStream, SocketAddr),
     /// One that was sent away, and why.
@@ -64,7 +64,7 @@ impl Gate {
         places: &Quota,
         now: Instant,
         set_up: impl Fn(&TcpStream) -> std::io::Result<()>,
-    ) -> std::io::Result<Found> {
+    ) -> std::io::Result<Round> {
         for _ in 0..GATE_PLACES {
             if let Some(found) = self.hear(key, now) {
                 return Ok(found);
@@ -83,7 +83,7 @@ impl Gate {
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
                     let until = self.visitors.first().map(|oldest| oldest.since + PATIENCE);
-                    return Ok(Found::Nothing { until, full: false });
+                    return Ok(Round::Nothing { until, full: false });
                 }
                 // The connection was gone before it was accepted, or a signal came: look again.
                 Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
@@ -91,11 +91,11 @@ impl Gate {
             }
         }
         // However many come, whoever waits looks at its deadline.
-        Ok(Found::Nothing { until: Some(now), full: false })
+        Ok(Round::Nothing { until: Some(now), full: false })
     }
 
     /// Hears everybody; the first of whom there is something to report.
-    fn hear(&mut self, key: &GroupKey, now: Instant) -> Option<Found> {
+    fn hear(&mut self, key: &GroupKey, now: Instant) -> Option<Round> {
         let mut i = 0;
         while let Some(v) = self.visitors.get_mut(i) {
             let here = v.stream.local_addr().map_err(|_| Unproven::Closed);
@@ -108,20 +108,20 @@ impl Gate {
                 }
                 Ok(None) => {
                     let v = self.visitors.remove(i);
-                    return Some(Found::Refused(v.from, format!("it has not shown within {PATIENCE:?} who it is")));
+                    return Some(Round::Refused(v.from, format!("it has not shown within {PATIENCE:?} who it is")));
                 }
                 Ok(Some(answer)) => {
                     let v = self.visitors.remove(i);
                     // The socket's buffer is empty. One that does not take it is gone.
                     if matches!((&v.stream).write(&answer), Ok(n) if n == answer.len()) {
-                        return Some(Found::Member(v.stream, v.from));
+                        return Some(Round::Member(v.stream, v.from));
                     }
                 }
                 // Nobody has to say why it leaves.
                 Err(Unproven::Closed) => drop(self.visitors.remove(i)),
                 Err(why) => {
                     let v = self.visitors.remove(i);
-                    return Some(Found::Refused(v.from, why.to_string()));
+                    return Some(Round::Refused(v.from, why.to_string()));
                 }
             }
         }
@@ -137,12 +137,12 @@ impl Gate {
     }
 
     /// Sends the oldest away, or says when it may be.
-    fn make_room(&mut self, now: Instant) -> Found {
+    fn make_room(&mut self, now: Instant) -> Round {
         match self.visitors.first().map(|oldest| oldest.since + GRACE) {
-            Some(until) if now < until => Found::Nothing { until: Some(until), full: true },
+            Some(until) if now < until => Round::Nothing { until: Some(until), full: true },
             _ => {
                 let oldest = self.visitors.remove(0);
-                Found::Refused(oldest.from, "it had not shown who it is when others came and no place was left".into())
+                Round::Refused(oldest.from, "it had not shown who it is when others came and no place was left".into())
             }
         }
     }
@@ -189,7 +189,7 @@ mod tests {
         }
 
         /// What a round finds `ms` after the beginning.
-        fn at(&mut self, ms: u64) -> Found {
+        fn at(&mut self, ms: u64) -> Round {
             let now = self.begun + Duration::from_millis(ms);
             let set_up = |s: &TcpStream| s.set_nonblocking(true);
             self.gate.round(&self.listener, &GroupKey::some(), &self.places, now, set_up).unwrap()
@@ -199,7 +199,7 @@ mod tests {
         fn fill(&mut self, ms: u64, visitors: usize) {
             while self.gate.visitors.len() < visitors {
                 let found = self.at(ms);
-                assert!(matches!(found, Found::Nothing { .. }), "{found:?}");
+                assert!(matches!(found, Round::Nothing { .. }), "{found:?}");
             }
         }
     }
@@ -213,13 +213,13 @@ mod tests {
         slow.write_all(&hello[40..]).unwrap();
         let member = loop {
             match p.at(2_999) {
-                Found::Nothing { .. } => std::thread::yield_now(),
+                Round::Nothing { .. } => std::thread::yield_now(),
                 other => break other,
             }
         };
-        assert!(matches!(&member, Found::Member(_, from) if *from == slow.local_addr().unwrap()), "{member:?}");
+        assert!(matches!(&member, Round::Member(_, from) if *from == slow.local_addr().unwrap()), "{member:?}");
         slow.read_exact(&mut [0; 32]).unwrap();
-        let Found::Refused(from, why) = p.at(3_000) else { panic!("it is still there") };
+        let Round::Refused(from, why) = p.at(3_000) else { panic!("it is still there") };
         assert!(from == mute.local_addr().unwrap() && why.contains("has not shown within 3s"), "{why}");
         assert_eq!(mute.read(&mut [0]).unwrap(), 0);
     }
@@ -231,9 +231,9 @@ mod tests {
         p.fill(0, GATE_PLACES);
         // One of them has the listener's own place.
         assert_eq!(p.places.alive(), GATE_PLACES - 1);
-        let Found::Nothing { until: Some(until), full: true } = p.at(249) else { panic!("nobody makes room yet") };
+        let Round::Nothing { until: Some(until), full: true } = p.at(249) else { panic!("nobody makes room yet") };
         assert_eq!(until, p.begun + GRACE);
-        let Found::Refused(from, why) = p.at(250) else { panic!("the oldest makes room") };
+        let Round::Refused(from, why) = p.at(250) else { panic!("the oldest makes room") };
         assert!(mute.iter().any(|m| m.local_addr().unwrap() == from) && why.contains("no place was left"), "{why}");
         drop(p.gate);
         assert_eq!(p.places.alive(), 0);
@@ -250,9 +250,9 @@ mod tests {
         let _member = p.says(&hello);
         loop {
             match p.at(250) {
-                Found::Member(..) => break,
-                Found::Refused(..) => sent_away += 1,
-                Found::Nothing { .. } => std::thread::yield_now(),
+                Round::Member(..) => break,
+                Round::Refused(..) => sent_away += 1,
+                Round::Nothing { .. } => std::thread::yield_now(),
             }
         }
         assert_eq!(sent_away, 1);

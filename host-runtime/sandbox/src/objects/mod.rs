@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use hw_bridge::exec::sequencer::Endpoint;
 use hw_bridge::group::Owner;
 use hw_bridge::memory::hbm::Hbm;
-use hw_bridge::memory::links::{Edge, Grant, Granted, IPC_BYTES};
+use hw_bridge::memory::links::{Edge, Granted, IPC_BYTES, LinkGrant};
 use hw_bridge::model::{HostMem, IncrementRegister};
 use hw_bridge::proxy::Proxy;
 
@@ -97,7 +97,7 @@ pub struct ConnectionObject {
 
 /// A socket that a plugin left with the host.
 #[derive(Debug)]
-pub enum Parked {
+pub enum ParkedSocket {
     /// A listener.
     Listener(ListenerObject),
     /// A connection, with what came early.
@@ -106,7 +106,7 @@ pub enum Parked {
 
 /// The process that a service makes a communicator for.
 #[derive(Debug, Clone)]
-pub struct Client {
+pub struct ClientProcess {
     /// What it says of itself.
     pub owner: Owner,
     /// The kernel's word that it is alive.
@@ -144,10 +144,10 @@ pub struct CommCore {
     /// The switch that ends it.
     pub abort: AbortToken,
     /// Bootstrap sockets between two instances, by slot; closed with the communicator.
-    pub parked: Mutex<HashMap<u32, Parked>>,
+    pub parked: Mutex<HashMap<u32, ParkedSocket>>,
     account: Account,
     grants: Mutex<HashMap<usize, [u8; IPC_BYTES]>>,
-    client: Option<Client>,
+    client: Option<ClientProcess>,
     passed: Mutex<Passed>,
 }
 
@@ -158,7 +158,7 @@ impl CommCore {
         endpoint: Endpoint,
         abort: AbortToken,
         account: Account,
-        client: Option<Client>,
+        client: Option<ClientProcess>,
         key: GroupKey,
     ) -> Arc<CommCore> {
         abort.attach(endpoint.abort_handle());
@@ -186,7 +186,7 @@ impl CommCore {
     }
 
     /// The process whose it is, if another one.
-    pub fn client(&self) -> Option<&Client> {
+    pub fn client(&self) -> Option<&ClientProcess> {
         self.client.as_ref()
     }
 
@@ -227,7 +227,7 @@ impl CommCore {
         }
         let (control, hbm) = (self.endpoint.control().segment().clone(), self.endpoint.hbm().segment().clone());
         let client = self.client.as_ref().map(|c| c.pidfd.clone());
-        let grant = Grant { edge: self.edge(self.rank, peer), control, hbm, client };
+        let grant = LinkGrant { edge: self.edge(self.rank, peer), control, hbm, client };
         let ipc = self.account.links.grant(grant).map_err(|e| e.to_string())?;
         grants.insert(peer, ipc);
         Ok(ipc)

@@ -15,7 +15,7 @@ use hw_bridge::os::patience::Wait;
 use wasmtime::Store;
 use wasmtime::component::{ComponentExportIndex, ComponentNamedList, Lift, Lower};
 
-use crate::error::{Error, Refusal};
+use crate::error::{Error, NotCalled};
 use crate::key::GroupKey;
 use crate::limits::GUEST_STACK;
 use crate::store::engine::Ticking;
@@ -224,7 +224,7 @@ impl Instance {
         Ok(())
     }
 
-    pub(crate) fn supervised(&self, entry: &'static str, refusal: Refusal) -> Error {
+    pub(crate) fn supervised(&self, entry: &'static str, refusal: NotCalled) -> Error {
         let (plugin, tenant) = (self.library.name.clone(), self.tenant.name.clone());
         Error::Supervised { entry, plugin, tenant, refusal }
     }
@@ -313,7 +313,7 @@ impl Instance {
         let mut inner = lock(&self.inner);
         let Inner { store, instance, stopped } = &mut *inner;
         if let Some(cause) = stopped {
-            return Err(self.supervised(entry, Refusal::Gone { last: cause.clone() }));
+            return Err(self.supervised(entry, NotCalled::Gone { last: cause.clone() }));
         }
         let span = store.data().span.clone();
         let _logged = span.enter();

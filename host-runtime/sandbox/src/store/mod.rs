@@ -20,4 +20,4 @@ pub use instance::{Instance, Stop};
 pub use library::Library;
 pub(crate) use state::Ended;
 pub use state::HostState;
-pub(crate) use wait::Wait;
+pub(crate) use wait::Waited;

@@ -15,7 +15,7 @@ use crate::accounts::Counted;
 use crate::bindings::neuron::nrt::types::NrtStatus;
 use crate::key::GroupKey;
 use crate::limits::{MAX_CAUSES, MAX_CORE_INSTANCES, MAX_MEMORIES, MAX_TABLES, TABLE_ELEMENT, TICK};
-use crate::objects::Client;
+use crate::objects::ClientProcess;
 use crate::objects::published::Published;
 use crate::status::Status;
 use crate::store::{Grant, Library, Patience};
@@ -53,7 +53,7 @@ pub struct HostState {
     /// Logical core of the rank this instance serves; none for the library instance and tasks.
     pub(crate) core: Option<i32>,
     /// The client process that this instance serves, in a service.
-    pub(crate) client: Option<Client>,
+    pub(crate) client: Option<ClientProcess>,
     /// Of the group that it works for; the host's, which a guest never sees. Tasks have their spawner's.
     pub(crate) key: Option<GroupKey>,
     /// Where the root of the id listens by which it joins, if it joins by one.

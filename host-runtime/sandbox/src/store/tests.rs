@@ -104,7 +104,7 @@ fn an_instance_on_the_stack_is_never_entered_again() {
 #[test]
 fn a_start_function_runs_for_the_client_of_its_instance() {
     use crate::entries::{Holder, Loaded, Version};
-    use crate::objects::Client;
+    use crate::objects::ClientProcess;
     let engine = engine::engine().unwrap();
     let wat = r#"(component
         (import "callback" (func $callback))
@@ -134,7 +134,7 @@ fn a_start_function_runs_for_the_client_of_its_instance() {
     let owner = hw_bridge::group::Owner { pid: 4242, asymmetric: false, mark: [0; 2] };
     let flags = rustix::event::EventfdFlags::CLOEXEC;
     let pidfd = Arc::new(rustix::event::eventfd(0, flags).unwrap());
-    let client = Client { owner, pidfd, hbm: hw_bridge::memory::hbm::Hbm::new(1 << 20).unwrap() };
+    let client = ClientProcess { owner, pidfd, hbm: hw_bridge::memory::hbm::Hbm::new(1 << 20).unwrap() };
     let holder = Holder { core: 0, key: crate::key::GroupKey::some(), seat: None, client: Some(client) };
     loaded.instantiate(&tenant, &abort, holder, Patience::Usual).unwrap();
     assert_eq!(*seen.lock().unwrap(), [None, Some(4242)]);

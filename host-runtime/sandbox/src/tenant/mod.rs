@@ -23,7 +23,7 @@ use hw_bridge::os::log_rate::LogRate;
 use rustix::thread::CpuSet;
 
 use crate::abort::WeakAbort;
-use crate::accounts::{Account, Counters, Quota};
+use crate::accounts::{Account, Quota, TenantCounters};
 use crate::error::Error;
 use crate::limits::Limits;
 use crate::objects::{CommCore, OpenNet};
@@ -108,7 +108,7 @@ pub struct Tenant {
     /// Tells the tenant runtimes of one process apart.
     pub(crate) number: u64,
     /// Counters.
-    pub counters: Arc<Counters>,
+    pub counters: Arc<TenantCounters>,
     /// How often its plugins stopped, and which may run again.
     pub supervisor: Supervisor,
     /// Guest time; unlimited without a policy.

@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::thread::Thread;
 use std::time::Instant;
 
-use crate::error::Refusal;
+use crate::error::NotCalled;
 use crate::limits::{Limits, MAX_RESTART_PAUSE};
 use hw_bridge::os::lock::lock;
 
@@ -98,7 +98,7 @@ impl Supervisor {
     }
 
     /// Whether a further instance of the plugin with this digest may be made.
-    pub(crate) fn admit(&self, digest: &str, limits: &Limits) -> Result<(), Refusal> {
+    pub(crate) fn admit(&self, digest: &str, limits: &Limits) -> Result<(), NotCalled> {
         match lock(&self.plugins).get(digest) {
             Some(record) => record.check(limits),
             None => Ok(()),
@@ -106,7 +106,7 @@ impl Supervisor {
     }
 
     /// Whether an instance of it may be made in the place of one that stopped; counts it.
-    pub(crate) fn admit_again(&self, digest: &str, limits: &Limits, now: Instant) -> Result<(), Refusal> {
+    pub(crate) fn admit_again(&self, digest: &str, limits: &Limits, now: Instant) -> Result<(), NotCalled> {
         let mut all = lock(&self.plugins);
         let record = all.entry(digest.to_string()).or_default();
         record.forget(limits, now);
@@ -118,7 +118,7 @@ impl Supervisor {
             let pause = limits.restart_pause.saturating_mul(doubled).min(MAX_RESTART_PAUSE);
             let left = pause.saturating_sub(now.saturating_duration_since(latest));
             if !left.is_zero() {
-                return Err(Refusal::Pausing { left, last: record.last.clone() });
+                return Err(NotCalled::Pausing { left, last: record.last.clone() });
             }
         }
         record.restarts += 1;
@@ -154,12 +154,12 @@ impl Record {
         self.spared = self.spared.filter(|(_, at)| now.saturating_duration_since(*at) <= limits.restart_window);
     }
 
-    fn check(&self, limits: &Limits) -> Result<(), Refusal> {
+    fn check(&self, limits: &Limits) -> Result<(), NotCalled> {
         if !self.quarantined {
             return Ok(());
         }
         let last = self.last.clone();
-        Err(Refusal::Quarantined { stops: self.stops.len(), window: limits.restart_window, last })
+        Err(NotCalled::Quarantined { stops: self.stops.len(), window: limits.restart_window, last })
     }
 }
 
@@ -182,11 +182,11 @@ mod tests {
         let stop = |seconds| s.note("d", "p.wasm", &limits, "a trap", true, at(seconds));
         stop(0);
         let e = s.admit_again("d", &limits, at(0)).unwrap_err();
-        assert_eq!(e, Refusal::Pausing { left: Duration::from_secs(1), last: "a trap".into() });
+        assert_eq!(e, NotCalled::Pausing { left: Duration::from_secs(1), last: "a trap".into() });
         s.admit_again("d", &limits, at(1)).unwrap();
         stop(2);
         assert!(
-            matches!(s.admit_again("d", &limits, at(3)), Err(Refusal::Pausing { left, .. }) if left.as_secs() == 1)
+            matches!(s.admit_again("d", &limits, at(3)), Err(NotCalled::Pausing { left, .. }) if left.as_secs() == 1)
         );
         s.admit_again("d", &limits, at(4)).unwrap();
         stop(5);
@@ -205,7 +205,7 @@ mod tests {
         let mut now = start;
         for nth in 0..20 {
             s.note("d", "p.wasm", &limits, "no room", false, now);
-            let Err(Refusal::Pausing { left, .. }) = s.admit_again("d", &limits, now) else { panic!("no pause") };
+            let Err(NotCalled::Pausing { left, .. }) = s.admit_again("d", &limits, now) else { panic!("no pause") };
             assert_eq!(left, Duration::from_secs(1 << nth.min(10)).min(MAX_RESTART_PAUSE), "{nth}");
             now += left;
             s.admit_again("d", &limits, now).unwrap();
@@ -214,7 +214,9 @@ mod tests {
         // A quiet window later the first pause is short again.
         now += limits.restart_window + Duration::from_secs(1);
         s.note("d", "p.wasm", &limits, "a trap", true, now);
-        assert!(matches!(s.admit_again("d", &limits, now), Err(Refusal::Pausing { left, .. }) if left.as_secs() == 1));
+        assert!(
+            matches!(s.admit_again("d", &limits, now), Err(NotCalled::Pausing { left, .. }) if left.as_secs() == 1)
+        );
     }
 
     #[test]
@@ -224,7 +226,7 @@ mod tests {
         // The pause of the 6th stop would be longer; that of the 40th is more than a number holds.
         for stops in 1..=40 {
             s.note("d", "p.wasm", &limits, "a trap", true, start);
-            let Err(Refusal::Pausing { left, .. }) = s.admit_again("d", &limits, start) else { panic!("no pause") };
+            let Err(NotCalled::Pausing { left, .. }) = s.admit_again("d", &limits, start) else { panic!("no pause") };
             let doubled = Duration::from_secs(1 << (stops - 1).min(10));
             assert_eq!(left, doubled.min(MAX_RESTART_PAUSE), "after {stops} stops");
         }

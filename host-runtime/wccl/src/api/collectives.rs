@@ -17,7 +17,7 @@ use crate::api::memory::{DeviceMemory, Io, Shape, resolve};
 use crate::api::runtime::Runtime;
 use crate::plane::host::bad;
 use crate::plane::{Plane, Seat};
-use enc::table::{Policy, Why};
+use enc::table::{Criteria, Why};
 use enc::{Algorithm, Call, Lists};
 use sandbox::error::Error;
 use sandbox::limits::{MAX_LISTED, MAX_LISTED_BYTES, MAX_SCHEDULES, PACK_BYTES};
@@ -173,8 +173,8 @@ impl Engine {
         engine
     }
 
-    pub(super) fn policy(&self) -> Policy<'_> {
-        Policy { forced: self.forced, ..self.plane.policy() }
+    pub(super) fn criteria(&self) -> Criteria<'_> {
+        Criteria { forced: self.forced, ..self.plane.criteria() }
     }
 
     /// Another one for a further lane, with this one's deadline and algorithm.
@@ -415,13 +415,13 @@ impl Engine {
         run(&mut self.lane, &self.plane, schedule, input, output, &args)
     }
 
-    /// The schedule of a call, by the algorithm that policy says.
+    /// The schedule of a call, by the algorithm that its criteria say.
     fn choose(&mut self, call: &Call) -> Result<Arc<Sealed>, Error> {
         if call.private {
             // The choice goes by what all agree on when they are linked.
             self.reach_all(call.op)?;
         }
-        let algorithm = self.policy().decide(call, self.plane.core.nranks).algorithm;
+        let algorithm = self.criteria().decide(call, self.plane.core.nranks).algorithm;
         self.schedule(call, algorithm)
     }
 
@@ -507,11 +507,11 @@ impl Engine {
     pub(super) fn compile_listed(&self, call: &Call, lists: Lists<'_>) -> Result<Arc<Sealed>, Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         self.reach_all(call.op)?;
-        let policy = self.policy();
+        let criteria = self.criteria();
         // What the user or a row of the table says is taken where the lists let it serve.
-        let said = policy.decide(call, n);
+        let said = criteria.decide(call, n);
         let said = if matches!(said.why, Why::Forced | Why::Row(_)) { Some(said.algorithm) } else { self.forced };
-        let algorithm = enc::choose_with(call, lists, n, said, policy.one_hop_max, policy.direct);
+        let algorithm = enc::choose_with(call, lists, n, said, criteria.one_hop_max, criteria.direct);
         if n > 1 && algorithm == Algorithm::Staged && !enc::fits_private(call, lists, n) {
             return Err(too_long(call.op));
         }

@@ -18,7 +18,7 @@ use crate::plane::Seat;
 use crate::plane::ask::{Answer, Ask};
 use crate::plane::host::bad;
 use crate::plane::join::{Joining, Place, Rendezvous};
-use enc::table::Policy;
+use enc::table::Criteria;
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
 use sandbox::error::Error;
@@ -229,8 +229,8 @@ impl Communicator {
 
     /// What the choice of algorithms goes by. Whether private memory is read directly is agreed when every pair of ranks is
     /// linked: with more than three ranks by the first operation that is no ring's.
-    pub fn policy(&self) -> Policy<'_> {
-        self.engine.policy()
+    pub fn criteria(&self) -> Criteria<'_> {
+        self.engine.criteria()
     }
 
     /// The logical core it runs on.

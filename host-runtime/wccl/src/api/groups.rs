@@ -41,7 +41,7 @@ use crate::plane::host::bad;
 use crate::plane::join::Rendezvous;
 use hw_bridge::os::lock::lock;
 use sandbox::error::Error;
-use sandbox::key::{GroupKey, Kind};
+use sandbox::key::{GroupKey, GroupKind};
 use sandbox::limits::{GROUP_STREAMS, ID_BYTES, LISTED_RANKS};
 use sandbox::status::Status;
 
@@ -67,7 +67,7 @@ struct State {
     pool: Pool,
     /// Groups that were begun, by what tells their lists apart. All ranks of one count alike: what fails fails for all, or leaves
     /// the bootstrap out of step.
-    begun: HashMap<(Kind, [u8; SIGNATURE_BYTES]), u32>,
+    begun: HashMap<(GroupKind, [u8; SIGNATURE_BYTES]), u32>,
     /// Splits that were begun; a row of one is none of another.
     splits: u32,
     /// Why the bootstrap serves no more groups.
@@ -76,7 +76,7 @@ struct State {
 
 impl State {
     /// The key of the next group of `members`, of a communicator with the key `of`.
-    fn next_key(&mut self, of: GroupKey, kind: Kind, members: &[usize]) -> GroupKey {
+    fn next_key(&mut self, of: GroupKey, kind: GroupKind, members: &[usize]) -> GroupKey {
         let list = *Signature::of_members("members", members).bytes();
         let count = self.begun.entry((kind, list)).or_default();
         let key = of.group(kind, members, *count);
@@ -374,7 +374,7 @@ impl Communicator {
         }
         let id = state.pool.next_id();
         let purpose = Purpose { what: format!("[gid: {id}]"), members, signature: program, stream: options.stream };
-        let made = self.make(&mut state, Kind::Replica, &purpose, options.graph)?;
+        let made = self.make(&mut state, GroupKind::Replica, &purpose, options.graph)?;
         Ok(state.pool.add(key, id, options.stream, made))
     }
 
@@ -412,7 +412,7 @@ impl Communicator {
         let what = format!("split, colour {mine}:");
         let purpose = Purpose { what, members: &members, signature: &signature, stream: 0 };
         let graph = self.wants_graph();
-        self.make(&mut state, Kind::Split, &purpose, graph).map(Some)
+        self.make(&mut state, GroupKind::Split, &purpose, graph).map(Some)
     }
 
     /// A communicator of all ranks but `excluded`, as `ncclCommShrink` makes it after a failure: ranks keep their order.
@@ -449,13 +449,13 @@ impl Communicator {
                 let mut beacon = lock(beacon);
                 let endpoint = Some(&*self.core().endpoint);
                 let mut meeting = Meeting::begin(&mut beacon, &members, signature.bytes(), self.timeout(), endpoint);
-                let key = of.group(Kind::Shrink, &members, meeting.nth());
+                let key = of.group(GroupKind::Shrink, &members, meeting.nth());
                 let id = self.decide(&purpose, key, &mut meeting)?;
                 self.join(&purpose, id, key, graph)
             }
             // A group of one has nobody to ask.
             None => {
-                let key = lock(&self.groups.state).next_key(of, Kind::Shrink, &members);
+                let key = lock(&self.groups.state).next_key(of, GroupKind::Shrink, &members);
                 let id = self.runtime().host().start_root(1, key)?;
                 self.join(&purpose, id, key, graph)
             }
@@ -467,7 +467,13 @@ impl Communicator {
     }
 
     /// Verdict and id over the bootstrap, then the init.
-    fn make(&self, state: &mut State, kind: Kind, purpose: &Purpose<'_>, graph: bool) -> Result<Communicator, Error> {
+    fn make(
+        &self,
+        state: &mut State,
+        kind: GroupKind,
+        purpose: &Purpose<'_>,
+        graph: bool,
+    ) -> Result<Communicator, Error> {
         in_step(state)?;
         let parent = self.core().key;
         let key = state.next_key(parent, kind, purpose.members);
@@ -663,13 +669,13 @@ mod tests {
     #[test]
     fn each_group_of_the_same_ranks_has_a_key_of_its_own() {
         let (of, mut one, mut other) = (GroupKey::of_id(&[0x4B; 32], 0), State::default(), State::default());
-        let first = one.next_key(of, Kind::Split, &[0, 1]);
-        other.next_key(of, Kind::Split, &[1, 2]);
-        other.next_key(of, Kind::Replica, &[0, 1]);
-        assert_eq!(first, other.next_key(of, Kind::Split, &[0, 1]));
-        let second = one.next_key(of, Kind::Split, &[0, 1]);
+        let first = one.next_key(of, GroupKind::Split, &[0, 1]);
+        other.next_key(of, GroupKind::Split, &[1, 2]);
+        other.next_key(of, GroupKind::Replica, &[0, 1]);
+        assert_eq!(first, other.next_key(of, GroupKind::Split, &[0, 1]));
+        let second = one.next_key(of, GroupKind::Split, &[0, 1]);
         assert_ne!(first, second);
-        assert_eq!(second, other.next_key(of, Kind::Split, &[0, 1]));
-        assert_ne!(one.next_key(of, Kind::Replica, &[0, 1]), first);
+        assert_eq!(second, other.next_key(of, GroupKind::Split, &[0, 1]));
+        assert_ne!(one.next_key(of, GroupKind::Replica, &[0, 1]), first);
     }
 }

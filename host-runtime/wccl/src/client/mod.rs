@@ -40,7 +40,7 @@ use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::limits::SERVICE_MESSAGE;
 use sandbox::objects::CommCore;
-use sandbox::policy::{Network, Rate, Share};
+use sandbox::policy::{Network, Rate, SharePolicy};
 use sandbox::status::Status;
 use sandbox::store::Patience;
 
@@ -231,9 +231,9 @@ impl Client {
     }
 
     /// What that tenant gets among others, by its policy.
-    pub(crate) fn share(&self) -> Share {
+    pub(crate) fn share(&self) -> SharePolicy {
         let (weight, bandwidth, proxy_slots) = self.welcome.share;
-        Share { weight, bandwidth: bandwidth.map(Rate), proxy_slots, ..Share::default() }
+        SharePolicy { weight, bandwidth: bandwidth.map(Rate), proxy_slots, ..SharePolicy::default() }
     }
 
     /// Why its library did not load.

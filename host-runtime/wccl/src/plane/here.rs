@@ -11,7 +11,7 @@ use sandbox::entries::{COLLECTIVES, Holder, Resource};
 use sandbox::error::Error;
 use sandbox::imports::sockets::decode;
 use sandbox::limits::{ADDRESS_BYTES, byte_list};
-use sandbox::objects::Client;
+use sandbox::objects::ClientProcess;
 use sandbox::store::{EntryCall, Instance, Patience};
 
 /// An instance of the library, and its handle of the communicator.
@@ -28,7 +28,7 @@ impl Here {
         host: &Arc<Host>,
         j: &Joining,
         abort: &AbortToken,
-        client: Option<Client>,
+        client: Option<ClientProcess>,
     ) -> Result<Joined, Error> {
         let (rank, n) = (j.rank, j.nranks);
         let (Ok(rank32), Ok(n32)) = (i32::try_from(rank), i32::try_from(n)) else {

@@ -33,13 +33,13 @@ use crate::plane::host::{Host, bad};
 use crate::plane::join::{Joined, Joining, Place};
 use crate::plane::roster::Held;
 use crate::turns::Turns;
-use enc::table::Policy;
+use enc::table::Criteria;
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
 use sandbox::error::Error;
 use sandbox::lifecycle::Checkpoint;
 use sandbox::limits::FREE_PATIENCE;
-use sandbox::objects::{Client, CommCore};
+use sandbox::objects::{ClientProcess, CommCore};
 use sandbox::status::Status;
 use sandbox::store::{Library, Patience};
 
@@ -105,7 +105,7 @@ impl Seat {
         host: &'a Arc<Host>,
         joining: &Joining,
         abort: &AbortToken,
-        client: Option<Client>,
+        client: Option<ClientProcess>,
     ) -> Result<(Arc<Seat>, Place, Inside<'a>), Error> {
         const ENTRY: &str = "neuronInitComm";
         let patience = host.tenant.limits.entry;
@@ -449,8 +449,8 @@ impl Plane {
     }
 
     /// What the choice of algorithms goes by.
-    pub(crate) fn policy(&self) -> Policy<'_> {
-        Policy { direct: self.direct.get() == Some(&true), ..self.host.config.policy() }
+    pub(crate) fn criteria(&self) -> Criteria<'_> {
+        Criteria { direct: self.direct.get() == Some(&true), ..self.host.config.criteria() }
     }
 
     /// Whether linking the ring neighbours links all: with three ranks everybody is one.

@@ -29,7 +29,7 @@ use hw_bridge::os::lock::lock;
 use sandbox::abort::AbortToken;
 use sandbox::error::Error;
 use sandbox::limits::{MAX_HELLO_BYTES, MAX_REQUEST_BYTES, SERVICE_MESSAGE};
-use sandbox::objects::Client;
+use sandbox::objects::ClientProcess;
 use sandbox::status::Status;
 use sandbox::store::Patience;
 
@@ -295,7 +295,7 @@ impl Worker<'_> {
         };
         let hbm = self.hosted.lease(place.core, &lessee)?;
         let owner = Owner { pid: lessee.pid.here().unwrap_or(0), asymmetric: j.asymmetric, mark: j.mark };
-        let client = Client { owner, pidfd: lessee.pidfd.clone(), hbm };
+        let client = ClientProcess { owner, pidfd: lessee.pidfd.clone(), hbm };
         self.lessee = lessee;
         let joining = Joining { rendezvous, key: j.key, rank, nranks, on: Some(place) };
         let (plane, place, _inside) = Seat::join(runtime.host(), &joining, self.abort, Some(client))?;

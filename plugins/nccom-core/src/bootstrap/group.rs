@@ -1,11 +1,13 @@
 //! A rank's side: joining through the root, the ring, the all-gather, and point-to-point messages (bootstrap 4.2, 4.4, 4.5).
 //!
-//! A [`Group`] owns every descriptor of the bootstrap; dropping it closes them all, which is `bootstrapAbort`, and an absent
+//! A [`Bootstrap`] owns every descriptor of the bootstrap; dropping it closes them all, which is `bootstrapAbort`, and an absent
 //! group is the no-op the original asks for (INV-24).
 
 use super::lobby::Lobby;
 use super::root::{hear_out, report, watch_root};
-use super::wire::{Address, HELLO_BYTES, Header, Hello, Info, Kind, MAX_REFUSAL, Purpose, RootAnswer, encode_refusal};
+use super::wire::{
+    Address, HELLO_BYTES, Header, Info, MAX_REFUSAL, MessageKind, PeerHello, Purpose, RootAnswer, encode_refusal,
+};
 use super::{Ends, LOOK_MS, REASON_MS, Sockets, dial, reason, recv_message, send_message};
 use crate::fail::{Code, Failure, invalid};
 
@@ -22,7 +24,7 @@ const BUFFERED: usize = 16 << 10;
 
 /// One rank's bootstrap state.
 #[derive(Debug)]
-pub struct Group<S: Ends> {
+pub struct Bootstrap<S: Ends> {
     /// This rank.
     pub rank: usize,
     /// World size.
@@ -49,7 +51,7 @@ pub struct Group<S: Ends> {
 
 /// What a rank needs to join.
 #[derive(Debug, Clone, Copy)]
-pub struct Join {
+pub struct JoinParams {
     /// Where its root listens: the group's, or its server's local one.
     pub root: Address,
     /// Interface to listen on; the port is chosen by the kernel.
@@ -64,9 +66,9 @@ pub struct Join {
     pub timeout_ms: u32,
 }
 
-impl<S: Sockets> Group<S> {
+impl<S: Sockets> Bootstrap<S> {
     /// Reports to the root, wires the ring, gathers all addresses.
-    pub fn join(s: &S, j: &Join) -> Result<Group<S>, Failure> {
+    pub fn join(s: &S, j: &JoinParams) -> Result<Bootstrap<S>, Failure> {
         let ms = j.timeout_ms;
         let listener =
             s.listen(&j.interface.with_port(0), ms).map_err(|e| e.during("opening the bootstrap listener"))?;
@@ -77,7 +79,7 @@ impl<S: Sockets> Group<S> {
         let (root, answer) = report(s, &j.root, &[info], ms).map_err(at_root)?;
         let mut header = None;
         let answer = RootAnswer::decode(&answer)?;
-        let mut g = Group {
+        let mut g = Bootstrap {
             rank: j.rank,
             nranks: j.nranks,
             cluster_id: answer.cluster_id,
@@ -97,7 +99,7 @@ impl<S: Sockets> Group<S> {
             if e.origin.is_none() {
                 // The root tells the others. One that is gone is missed by all.
                 let told = Failure::new(e.code, format!("rank {} gave up while the ring was wired: {e}", j.rank));
-                let _ = send_message(s, &root, Kind::Refusal, &encode_refusal(&told), LOOK_MS);
+                let _ = send_message(s, &root, MessageKind::Refusal, &encode_refusal(&told), LOOK_MS);
             }
             return Err(
                 e.during(&format!("rank {} of {} joining the group of the root at {}", j.rank, j.nranks, j.root))
@@ -125,8 +127,8 @@ impl<S: Sockets> Group<S> {
             let came = self.accept_from(s, prev, Purpose::Ring, true, &mut watch);
             self.prev = Some(came.map_err(|e| e.during("waiting for the ring predecessor"))?);
         }
-        send_message(s, root, Kind::Joined, &[], self.timeout_ms)?;
-        recv_message(s, root, header, Kind::Complete, 0, self.timeout_ms).map(drop)
+        send_message(s, root, MessageKind::Joined, &[], self.timeout_ms)?;
+        recv_message(s, root, header, MessageKind::Complete, 0, self.timeout_ms).map(drop)
     }
 
     fn dial(
@@ -137,8 +139,8 @@ impl<S: Sockets> Group<S> {
         watch: impl FnMut() -> Result<(), Failure>,
     ) -> Result<S::Conn, Failure> {
         let conn = dial(s, to, self.timeout_ms, watch)?;
-        let hello = Hello { rank: self.rank as i32, cluster_id: self.cluster_id, purpose };
-        send_message(s, &conn, Kind::Hello, &hello.encode(), self.timeout_ms)?;
+        let hello = PeerHello { rank: self.rank as i32, cluster_id: self.cluster_id, purpose };
+        send_message(s, &conn, MessageKind::Hello, &hello.encode(), self.timeout_ms)?;
         Ok(conn)
     }
 
@@ -162,8 +164,8 @@ impl<S: Sockets> Group<S> {
                 }
                 missed(e, from).during(&who)
             });
-            let (conn, Kind::Hello, payload) = spoken? else { continue };
-            let Ok(hello) = Hello::decode(&payload) else { continue };
+            let (conn, MessageKind::Hello, payload) = spoken? else { continue };
+            let Ok(hello) = PeerHello::decode(&payload) else { continue };
             let Some(rank) = usize::try_from(hello.rank).ok().filter(|r| *r < self.nranks) else { continue };
             if hello.cluster_id != self.cluster_id {
                 continue;
@@ -201,7 +203,7 @@ impl<S: Sockets> Group<S> {
                 told.origin = Some(format!("rank {} failed: {said}{late}", self.rank));
             }
             // A neighbour that is gone needs no reason. What it has not read yet may fill the socket, so it gets a look.
-            let _ = send_message(s, next, Kind::Refusal, &encode_refusal(&told), LOOK_MS);
+            let _ = send_message(s, next, MessageKind::Refusal, &encode_refusal(&told), LOOK_MS);
         }
         (self.next, self.prev, self.heard) = (None, None, None);
     }
@@ -246,10 +248,10 @@ impl<S: Sockets> Group<S> {
             let inn = (rank + n - i - 1) % n;
             let what = |e: Failure| e.during(&format!("all-gather {hint}, step {i}, rank {rank}"));
             if !receives_first {
-                send_message(s, &next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                send_message(s, &next, MessageKind::Ring, &all[out * len..(out + 1) * len], ms)
                     .map_err(|e| what(self.of_next(s, &prev, &mut header, e)))?;
             }
-            let got = match recv_message(s, &prev, &mut header, Kind::Ring, len, ms) {
+            let got = match recv_message(s, &prev, &mut header, MessageKind::Ring, len, ms) {
                 Ok(got) => got,
                 Err(e) => {
                     self.next = Some(next);
@@ -259,7 +261,7 @@ impl<S: Sockets> Group<S> {
                 }
             };
             if receives_first {
-                send_message(s, &next, Kind::Ring, &all[out * len..(out + 1) * len], ms)
+                send_message(s, &next, MessageKind::Ring, &all[out * len..(out + 1) * len], ms)
                     .map_err(|e| what(self.of_next(s, &prev, &mut header, e)))?;
             }
             all[inn * len..(inn + 1) * len].copy_from_slice(&got);
@@ -343,13 +345,13 @@ impl<S: Sockets> Group<S> {
         self.all_gather(s, &[0], "p2pconnect").map(drop)
     }
 
-    /// [`Group::send`] for the making of links, which all ranks do at once: it also ends when a rank before this one on the
-    /// ring has failed. Such a phase begins after an all-gather, and ends with one or with [`Group::give_up`].
+    /// [`Bootstrap::send`] for the making of links, which all ranks do at once: it also ends when a rank before this one on the
+    /// ring has failed. Such a phase begins after an all-gather, and ends with one or with [`Bootstrap::give_up`].
     pub fn send_linking(&mut self, s: &S, peer: i32, data: &[u8], hint: &str) -> Result<(), Failure> {
         self.listening(s, |g, watch| g.send_while(s, peer, data, hint, watch))
     }
 
-    /// [`Group::recv`] for the making of links, as [`Group::send_linking`].
+    /// [`Bootstrap::recv`] for the making of links, as [`Bootstrap::send_linking`].
     pub fn recv_linking(&mut self, s: &S, peer: i32, bytes: usize, hint: &str) -> Result<Vec<u8>, Failure> {
         self.listening(s, |g, watch| g.recv_while(s, peer, bytes, hint, true, watch))
     }
@@ -378,7 +380,7 @@ impl<S: Sockets> Group<S> {
         // A connection that failed in the middle of a message is of no use any more.
         match self.send[p].take() {
             Some(conn) => {
-                send_message(s, &conn, Kind::Data, data, self.timeout_ms).map_err(what)?;
+                send_message(s, &conn, MessageKind::Data, data, self.timeout_ms).map_err(what)?;
                 self.send[p] = Some(conn);
                 Ok(())
             }
@@ -412,7 +414,7 @@ impl<S: Sockets> Group<S> {
                     // The last wait is longer than a look, so that the host says what it waited for.
                     let last = !watching || left <= 2 * LOOK_MS;
                     let ms = if last { left.max(1) } else { LOOK_MS };
-                    match recv_message(s, &conn, &mut header, Kind::Data, bytes, ms) {
+                    match recv_message(s, &conn, &mut header, MessageKind::Data, bytes, ms) {
                         Err(e) if e.code == Code::Timeout && !last => {}
                         answer => break answer,
                     }
@@ -452,7 +454,7 @@ fn watch_prev<S: Sockets>(s: &S, prev: &S::Conn, heard: &mut Option<Header>, fro
     }
     match heard {
         // It has its links.
-        Some(h) if h.kind == Kind::Ring => Ok(()),
+        Some(h) if h.kind == MessageKind::Ring => Ok(()),
         _ => Err(reason(s, prev, heard, REASON_MS).unwrap_or_else(|| gone(from, Failure::new(Code::Closed, "")))),
     }
 }
@@ -468,8 +470,11 @@ mod tests {
     use std::sync::atomic::Ordering;
     use std::time::Duration;
 
-    fn join(root: Address, rank: usize, nranks: usize, ms: u32) -> Result<Group<StdSockets>, Failure> {
-        Group::join(&StdSockets, &Join { root, interface: loopback(), rank, nranks, hash: None, timeout_ms: ms })
+    fn join(root: Address, rank: usize, nranks: usize, ms: u32) -> Result<Bootstrap<StdSockets>, Failure> {
+        Bootstrap::join(
+            &StdSockets,
+            &JoinParams { root, interface: loopback(), rank, nranks, hash: None, timeout_ms: ms },
+        )
     }
 
     fn started_root(nranks: u32, ms: u32) -> (Address, std::thread::JoinHandle<Result<(), Failure>>) {
@@ -560,11 +565,11 @@ mod tests {
             let rank = std::thread::spawn(move || join(at, 0, 2, ms).map(drop).unwrap_err());
             let conn = StdSockets.accept(&l, 10_000).unwrap();
             let (kind, _) = recv_any(&StdSockets, &conn, &mut None, 100, 10_000).unwrap();
-            assert_eq!(kind, Kind::InfoToRoot);
+            assert_eq!(kind, MessageKind::InfoToRoot);
             if !mute {
                 std::thread::sleep(Duration::from_millis(u64::from(ms) + 100));
                 let missing = Failure::new(Code::Timeout, "1/2 ranks joined after 90 ms: missing 1");
-                send_message(&StdSockets, &conn, Kind::Refusal, &encode_refusal(&missing), 1_000).unwrap();
+                send_message(&StdSockets, &conn, MessageKind::Refusal, &encode_refusal(&missing), 1_000).unwrap();
             }
             let e = rank.join().unwrap();
             assert_eq!(e.code, Code::Timeout);
@@ -605,10 +610,10 @@ mod tests {
             if let Some(other) = other {
                 // From a server's root, say, which no record came with.
                 let conn = StdSockets.connect(&at, 5_000).unwrap();
-                send_message(&StdSockets, &conn, Kind::Refusal, &encode_refusal(&late), 5_000).unwrap();
+                send_message(&StdSockets, &conn, MessageKind::Refusal, &encode_refusal(&late), 5_000).unwrap();
                 assert!(other.join().unwrap().text.contains(&late.text));
             } else {
-                send_message(&StdSockets, &conn, Kind::Refusal, &encode_refusal(&late), 5_000).unwrap();
+                send_message(&StdSockets, &conn, MessageKind::Refusal, &encode_refusal(&late), 5_000).unwrap();
             }
             let e = root.join().unwrap().unwrap_err();
             assert_eq!((e.code, e.told()), (Code::Timeout, late.text.as_str()));
@@ -665,8 +670,8 @@ mod tests {
             let ranks: Vec<_> = (0..2)
                 .map(|rank| {
                     let hash = tags[rank];
-                    let j = Join { root: at, interface: loopback(), rank, nranks: 2, hash, timeout_ms: 20_000 };
-                    std::thread::spawn(move || Group::join(&StdSockets, &j).map(drop))
+                    let j = JoinParams { root: at, interface: loopback(), rank, nranks: 2, hash, timeout_ms: 20_000 };
+                    std::thread::spawn(move || Bootstrap::join(&StdSockets, &j).map(drop))
                 })
                 .collect();
             for r in ranks {
@@ -798,7 +803,7 @@ mod tests {
     }
 
     /// All ranks of a group that has joined, for a test that goes from one to the other.
-    fn joined(n: usize, ms: u32) -> Vec<Group<StdSockets>> {
+    fn joined(n: usize, ms: u32) -> Vec<Bootstrap<StdSockets>> {
         let (at, root) = started_root(n as u32, ms);
         let ranks: Vec<_> = (0..n).map(|r| std::thread::spawn(move || join(at, r, n, ms).unwrap())).collect();
         let all = ranks.into_iter().map(|t| t.join().unwrap()).collect();
@@ -923,7 +928,7 @@ mod tests {
                 .map(|g| {
                     let s = Failing::default();
                     let (rank, overdue, receives) = (g.rank, s.overdue.clone(), s.receives.clone());
-                    let mut g: Group<Failing> = g.exchange(Ok, Ok).unwrap();
+                    let mut g: Bootstrap<Failing> = g.exchange(Ok, Ok).unwrap();
                     let ended = std::thread::spawn(move || g.assemble(&s).unwrap_err());
                     (rank, overdue, receives, ended)
                 })
@@ -968,7 +973,7 @@ mod tests {
         let g = join(at, 0, 2, 120_000).unwrap();
         let s = Failing::default();
         s.cut.set(true);
-        let mut g: Group<Failing> = Group {
+        let mut g: Bootstrap<Failing> = Bootstrap {
             rank: g.rank,
             nranks: g.nranks,
             cluster_id: g.cluster_id,

@@ -3,7 +3,7 @@
 //! All are listened to at once, so that a mute or foreign one costs the others nothing. It is closed when its time is up, or
 //! at the first byte that is not of this library. There are `MOST` at a time; more wait in the kernel's queue.
 
-use super::wire::{Header, Kind};
+use super::wire::{Header, MessageKind};
 use super::{LOOK_MS, Look, Sockets, look};
 use crate::fail::{Code, Failure};
 
@@ -50,7 +50,7 @@ impl<C> Lobby<C> {
         until: u64,
         watching: bool,
         mut meanwhile: impl FnMut() -> Result<(), Failure>,
-    ) -> Result<(C, Kind, Vec<u8>), Failure> {
+    ) -> Result<(C, MessageKind, Vec<u8>), Failure> {
         self.pause = FIRST_PAUSE;
         loop {
             meanwhile()?;
@@ -106,7 +106,7 @@ impl<C> Lobby<C> {
     }
 
     /// One round: the first that has said all, if any; those that will not are closed. The first one is given `ms`.
-    fn listen<S: Sockets<Conn = C>>(&mut self, s: &S, ms: u32) -> Option<(C, Kind, Vec<u8>)> {
+    fn listen<S: Sockets<Conn = C>>(&mut self, s: &S, ms: u32) -> Option<(C, MessageKind, Vec<u8>)> {
         let now = s.now_ms();
         let mut i = 0;
         while let Some(w) = self.waiting.get_mut(i) {

@@ -18,7 +18,7 @@ pub mod wire;
 pub(crate) mod std_sockets;
 
 use crate::fail::{Code, Failure};
-use wire::{Address, Header, Kind};
+use wire::{Address, Header, MessageKind};
 
 /// What stands for sockets: the sockets themselves, or where they are kept.
 pub trait Ends {
@@ -86,7 +86,7 @@ pub(crate) enum Look {
     /// Nothing yet.
     Nothing,
     /// A message.
-    Message(Kind, Vec<u8>),
+    Message(MessageKind, Vec<u8>),
     /// It is closed, or what came is not of this library.
     Gone,
 }
@@ -106,7 +106,7 @@ pub(crate) fn reason<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Head
     loop {
         let left = until.saturating_sub(s.now_ms()) as u32;
         match look(s, conn, header, MAX_MESSAGE, left.min(LOOK_MS)) {
-            Look::Message(Kind::Refusal, payload) => {
+            Look::Message(MessageKind::Refusal, payload) => {
                 if let Some(told) = wire::decode_refusal(&payload) {
                     return Some(told);
                 }
@@ -122,7 +122,13 @@ pub(crate) fn reason<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Head
 pub const MAX_MESSAGE: usize = 65_536 - Header::BYTES;
 
 /// Sends one framed message.
-pub fn send_message<S: Sockets>(s: &S, conn: &S::Conn, kind: Kind, payload: &[u8], ms: u32) -> Result<(), Failure> {
+pub fn send_message<S: Sockets>(
+    s: &S,
+    conn: &S::Conn,
+    kind: MessageKind,
+    payload: &[u8],
+    ms: u32,
+) -> Result<(), Failure> {
     if payload.len() > MAX_MESSAGE {
         let text = format!("a bootstrap message has at most {MAX_MESSAGE} bytes, this one has {}", payload.len());
         return Err(Failure::new(Code::Invalid, text));
@@ -140,7 +146,7 @@ pub fn recv_any<S: Sockets>(
     header: &mut Option<Header>,
     most: usize,
     ms: u32,
-) -> Result<(Kind, Vec<u8>), Failure> {
+) -> Result<(MessageKind, Vec<u8>), Failure> {
     let h = match *header {
         Some(h) => h,
         None => Header::decode(&s.recv(conn, Header::BYTES, ms)?)?,
@@ -163,7 +169,7 @@ pub fn recv_message<S: Sockets>(
     s: &S,
     conn: &S::Conn,
     header: &mut Option<Header>,
-    want: Kind,
+    want: MessageKind,
     bytes: usize,
     ms: u32,
 ) -> Result<Vec<u8>, Failure> {
@@ -172,8 +178,8 @@ pub fn recv_message<S: Sockets>(
 }
 
 /// The payload of a message, if it is the kind and length expected.
-fn expect(kind: Kind, payload: Vec<u8>, want: Kind, bytes: usize) -> Result<Vec<u8>, Failure> {
-    if kind == Kind::Refusal
+fn expect(kind: MessageKind, payload: Vec<u8>, want: MessageKind, bytes: usize) -> Result<Vec<u8>, Failure> {
+    if kind == MessageKind::Refusal
         && let Some(f) = wire::decode_refusal(&payload)
     {
         return Err(f);

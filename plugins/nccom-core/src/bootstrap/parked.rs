@@ -2,7 +2,7 @@
 //! numbers of slots where the sockets were.
 
 use super::Ends;
-use super::group::{Group, hello_lobby};
+use super::group::{Bootstrap, hello_lobby};
 use super::head::Head;
 use super::wire::{Address, Header};
 use crate::bytes::{Reader, bad};
@@ -20,7 +20,7 @@ impl Ends for Slots {
 /// In place of a slot: there is no such connection.
 const NONE: u32 = u32::MAX;
 
-impl<S: Ends> Group<S> {
+impl<S: Ends> Bootstrap<S> {
     /// The same group over other sockets: `listener` and `conn` exchange one each. Halves of messages stay with their
     /// connections.
     ///
@@ -30,8 +30,8 @@ impl<S: Ends> Group<S> {
         self,
         listener: impl FnOnce(S::Listener) -> Result<T::Listener, Failure>,
         mut conn: impl FnMut(S::Conn) -> Result<T::Conn, Failure>,
-    ) -> Result<Group<T>, Failure> {
-        Ok(Group {
+    ) -> Result<Bootstrap<T>, Failure> {
+        Ok(Bootstrap {
             rank: self.rank,
             nranks: self.nranks,
             cluster_id: self.cluster_id,
@@ -53,7 +53,7 @@ impl<S: Ends> Group<S> {
     }
 }
 
-impl Group<Slots> {
+impl Bootstrap<Slots> {
     /// To the part of a state: slots of listener and ring; each rank's address and slots; the lobby's slots.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut b = Vec::new();
@@ -79,7 +79,7 @@ impl Group<Slots> {
     }
 
     /// From the part of a state.
-    pub(crate) fn decode(r: &mut Reader<'_>, h: Head) -> Result<Group<Slots>, Failure> {
+    pub(crate) fn decode(r: &mut Reader<'_>, h: Head) -> Result<Bootstrap<Slots>, Failure> {
         let slot = |r: &mut Reader<'_>| r.u32().map(|s| (s != NONE).then_some(s));
         let half = |r: &mut Reader<'_>| match r.take(1)?[0] {
             0 => r.take(Header::BYTES).map(|_| None),
@@ -100,7 +100,7 @@ impl Group<Slots> {
             let conn = slot(r)?.ok_or_else(|| bad("a caller in its lobby has no slot"))?;
             lobby.enter(conn, half(r)?);
         }
-        Ok(Group {
+        Ok(Bootstrap {
             rank: h.rank,
             nranks: h.nranks,
             cluster_id: h.cluster_id,
@@ -120,13 +120,13 @@ impl Group<Slots> {
 
     /// One with every kind of socket, for tests.
     #[cfg(test)]
-    pub(crate) fn parked_example(h: Head) -> Group<Slots> {
-        use super::wire::Kind;
-        let half = Some(Header { kind: Kind::Data, len: 9 });
+    pub(crate) fn parked_example(h: Head) -> Bootstrap<Slots> {
+        use super::wire::MessageKind;
+        let half = Some(Header { kind: MessageKind::Data, len: 9 });
         let mut lobby = hello_lobby(h.timeout_ms);
         lobby.enter(70, None);
-        lobby.enter(71, Some(Header { kind: Kind::Hello, len: 24 }));
-        Group {
+        lobby.enter(71, Some(Header { kind: MessageKind::Hello, len: 24 }));
+        Bootstrap {
             rank: h.rank,
             nranks: h.nranks,
             cluster_id: h.cluster_id,
@@ -149,10 +149,10 @@ mod tests {
     use super::super::Sockets;
     use super::super::root::{Duty, serve};
     use super::super::std_sockets::{StdConn, StdSockets, loopback};
-    use super::super::wire::Kind;
+    use super::super::wire::MessageKind;
     use super::*;
-    use crate::bootstrap::group::Join;
-    use crate::state::{self, State};
+    use crate::bootstrap::group::JoinParams;
+    use crate::state::{self, PlanState};
     use std::collections::BTreeMap;
 
     /// A host's table.
@@ -163,7 +163,7 @@ mod tests {
     }
 
     /// Parks a group, carries the state over as bytes, and takes the sockets back.
-    fn moved(group: Group<StdSockets>, schema: u32) -> Group<StdSockets> {
+    fn moved(group: Bootstrap<StdSockets>, schema: u32) -> Bootstrap<StdSockets> {
         let mut host = Host::default();
         let head = Head {
             rank: group.rank,
@@ -174,7 +174,7 @@ mod tests {
             epoch: group.epoch,
         };
         let mut slots = 1..;
-        let parked: Group<Slots> = group
+        let parked: Bootstrap<Slots> = group
             .exchange(
                 |l| {
                     host.listener = Some(l);
@@ -194,7 +194,7 @@ mod tests {
         };
         let records: Vec<_> = (0..head.nranks).map(record).collect();
         let bytes = state::encode(schema, &head, &records, None, Some(&parked));
-        let parked = State::decode(schema, &bytes).unwrap().wires.unwrap();
+        let parked = PlanState::decode(schema, &bytes).unwrap().wires.unwrap();
         let back = parked.exchange(|_| Ok(host.listener.take().unwrap()), |c| Ok(host.conns.remove(&c).unwrap()));
         let back = back.unwrap();
         assert!(host.conns.is_empty(), "every socket was taken back");
@@ -212,8 +212,15 @@ mod tests {
             let joining: Vec<_> = (0..n)
                 .map(|rank| {
                     std::thread::spawn(move || {
-                        let j = Join { root, interface: loopback(), rank, nranks: n, hash: None, timeout_ms: 120_000 };
-                        Group::join(&StdSockets, &j).unwrap()
+                        let j = JoinParams {
+                            root,
+                            interface: loopback(),
+                            rank,
+                            nranks: n,
+                            hash: None,
+                            timeout_ms: 120_000,
+                        };
+                        Bootstrap::join(&StdSockets, &j).unwrap()
                     })
                 })
                 .collect();
@@ -225,7 +232,7 @@ mod tests {
             b.send(&s, 0, b"first", "x").unwrap();
             assert_eq!(a.recv(&s, 1, 5, "x").unwrap(), b"first");
             let conn = b.send[0].as_ref().unwrap();
-            let whole = [&Header { kind: Kind::Data, len: 6 }.encode()[..], b"second"].concat();
+            let whole = [&Header { kind: MessageKind::Data, len: 6 }.encode()[..], b"second"].concat();
             s.send(conn, &whole[..18], 1000).unwrap();
             a.timeout_ms = 100;
             assert!(a.recv(&s, 1, 6, "x").is_err());

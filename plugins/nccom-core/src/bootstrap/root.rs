@@ -7,14 +7,14 @@
 //! partial world (INV-32). A connection with a foreign magic is refused by itself: a stray program must not end a job, and
 //! one that says nothing must not hold it up.
 //!
-//! After the answers the root stays until every rank has said [`Kind::Joined`], then says [`Kind::Complete`] to all. A rank
+//! After the answers the root stays until every rank has said [`MessageKind::Joined`], then says [`MessageKind::Complete`] to all. A rank
 //! that leaves before is noticed here, where its connection ends, and named to all the others at once.
 
 use std::collections::BTreeSet;
 
 use super::lobby::Lobby;
 use super::wire::{
-    ANSWER_BYTES, Address, Header, Info, Kind, MAGIC, MAX_REFUSAL, RootAnswer, decode_refusal, encode_refusal,
+    ANSWER_BYTES, Address, Header, Info, MAGIC, MAX_REFUSAL, MessageKind, RootAnswer, decode_refusal, encode_refusal,
 };
 use super::{
     LOOK_MS, Look, MAX_MESSAGE, REASON_MS, Sockets, expect, look, reason, recv_any, recv_message, send_message,
@@ -130,7 +130,7 @@ impl<C> Visitor<C> {
 /// Tells a connection that the group ends.
 fn refuse<S: Sockets>(s: &S, conn: &S::Conn, failure: &Failure) {
     // A rank that is gone needs no answer.
-    let _ = send_message(s, conn, Kind::Refusal, &encode_refusal(failure), HELLO_MS);
+    let _ = send_message(s, conn, MessageKind::Refusal, &encode_refusal(failure), HELLO_MS);
 }
 
 /// Who has not wired its ring edges. One that waits for its predecessor is none of those if there are others.
@@ -145,8 +145,9 @@ fn unwired<C>(visitors: &[Visitor<C>], nranks: u32) -> String {
 
 /// The records that a visitor brings; none for what is no record of ours, which does not matter. Ours of another form come from a
 /// rank of another build, which ends the group (INV-32).
-fn records<S: Sockets>(s: &S, conn: &S::Conn, kind: Kind, payload: &[u8]) -> Result<Option<Vec<Info>>, Failure> {
-    let ours = matches!(kind, Kind::InfoToRoot | Kind::TaggedInfoToRoot) && payload.starts_with(&MAGIC.to_le_bytes());
+fn records<S: Sockets>(s: &S, conn: &S::Conn, kind: MessageKind, payload: &[u8]) -> Result<Option<Vec<Info>>, Failure> {
+    let ours = matches!(kind, MessageKind::InfoToRoot | MessageKind::TaggedInfoToRoot)
+        && payload.starts_with(&MAGIC.to_le_bytes());
     match Info::decode_all(kind, payload) {
         Ok(infos) => Ok(Some(infos)),
         Err(e) if ours => {
@@ -190,7 +191,7 @@ fn refuse_all<S: Sockets>(
         let Ok(infos) = Info::decode_all(kind, &payload) else { continue };
         let ranks: Vec<i32> = infos.iter().map(|i| i.rank).collect();
         if ranks.iter().any(|r| told.contains(r)) {
-            let _ = send_message(s, &conn, Kind::Complete, &[], HELLO_MS);
+            let _ = send_message(s, &conn, MessageKind::Complete, &[], HELLO_MS);
         } else {
             refuse(s, &conn, failure);
             told.extend(ranks);
@@ -198,7 +199,7 @@ fn refuse_all<S: Sockets>(
     }
     // Who has not spoken is of a new attempt, or tries again.
     for (conn, _) in lobby.who() {
-        let _ = send_message(s, conn, Kind::Complete, &[], LOOK_MS);
+        let _ = send_message(s, conn, MessageKind::Complete, &[], LOOK_MS);
     }
     if let Some(v) = last.and_then(|i| visitors.get(i)) {
         refuse(s, &v.conn, failure);
@@ -222,7 +223,7 @@ pub fn withdraw<S: Sockets>(s: &S, root: &Address, rank: usize, nranks: usize, w
         let said = if why.told().is_empty() { "its own error says why" } else { why.told() };
         let text = format!("rank {rank} of {nranks} gave up before it joined: {said}");
         let told = Failure::new(why.code, text).without(rank);
-        let _ = send_message(s, &conn, Kind::Refusal, &encode_refusal(&told), ms);
+        let _ = send_message(s, &conn, MessageKind::Refusal, &encode_refusal(&told), ms);
         return;
     }
 }
@@ -239,7 +240,7 @@ pub fn claim<S: Sockets>(s: &S, root: &Address, info: &Info, ms: u32) -> Result<
     while s.now_ms() < until {
         match look(s, &conn, &mut header, MAX_REFUSAL, LOOK_MS) {
             Look::Nothing => {}
-            Look::Message(Kind::Refusal, payload) => return decode_refusal(&payload).map_or(Ok(()), Err),
+            Look::Message(MessageKind::Refusal, payload) => return decode_refusal(&payload).map_or(Ok(()), Err),
             Look::Message(..) | Look::Gone => return Ok(()),
         }
     }
@@ -274,7 +275,7 @@ pub fn serve<S: Sockets>(
                 payload.extend_from_slice(&a.encode());
             }
             // One that cannot be answered has left: the next look at its connection says so to all.
-            let _ = send_message(s, &v.conn, Kind::InfoFromRoot, &payload, duty.timeout_ms);
+            let _ = send_message(s, &v.conn, MessageKind::InfoFromRoot, &payload, duty.timeout_ms);
         }
         see_off(s, listener, &mut lobby, duty, &visitors, || Ok(()))
     });
@@ -291,7 +292,7 @@ pub fn serve<S: Sockets>(
 fn complete<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>], lobby: &Lobby<S::Conn>) -> Result<(), Failure> {
     for conn in visitors.iter().map(|v| &v.conn).chain(lobby.who().map(|(conn, _)| conn)) {
         // One that has left just now is found by its ring neighbours.
-        let _ = send_message(s, conn, Kind::Complete, &[], HELLO_MS);
+        let _ = send_message(s, conn, MessageKind::Complete, &[], HELLO_MS);
     }
     Ok(())
 }
@@ -305,8 +306,8 @@ fn watch<S: Sockets>(s: &S, visitors: &[Visitor<S::Conn>]) -> Result<bool, Failu
         v.header.set(header);
         match found {
             Look::Nothing => {}
-            Look::Message(Kind::Joined, _) => v.joined.set(true),
-            Look::Message(Kind::Refusal, payload) => {
+            Look::Message(MessageKind::Joined, _) => v.joined.set(true),
+            Look::Message(MessageKind::Refusal, payload) => {
                 let text = || Failure::new(Code::Failure, format!("{} ended the bootstrap", v.name()));
                 return Err(decode_refusal(&payload).unwrap_or_else(text));
             }
@@ -384,7 +385,7 @@ fn collect<S: Sockets>(
             }
             Err(e) => return Err(e),
         };
-        if kind == Kind::Refusal
+        if kind == MessageKind::Refusal
             && let Some(why) = decode_refusal(&payload)
         {
             return Err(why);
@@ -412,7 +413,7 @@ pub(crate) fn report<S: Sockets>(
 ) -> Result<(S::Conn, Vec<u8>), Failure> {
     let until = s.now_ms() + u64::from(ms);
     let payload: Vec<u8> = infos.iter().flat_map(Info::encode).collect();
-    let (kind, bytes) = (infos.first().map_or(Kind::InfoToRoot, Info::kind), infos.len() * ANSWER_BYTES);
+    let (kind, bytes) = (infos.first().map_or(MessageKind::InfoToRoot, Info::kind), infos.len() * ANSWER_BYTES);
     loop {
         let left = until.saturating_sub(s.now_ms()) as u32;
         let conn = s.connect(root, left.max(1))?;
@@ -421,9 +422,9 @@ pub(crate) fn report<S: Sockets>(
             // The root's clock began with the first report, so this wait is the longer one.
             .and_then(|()| recv_any(s, &conn, &mut header, bytes.max(MAX_REFUSAL), ms));
         match answer {
-            Ok((Kind::Complete, _)) if s.now_ms() < until => {}
+            Ok((MessageKind::Complete, _)) if s.now_ms() < until => {}
             Err(e) if e.code == Code::Absent && s.now_ms() < until => {}
-            Ok((kind, payload)) => return Ok((conn, expect(kind, payload, Kind::InfoFromRoot, bytes)?)),
+            Ok((kind, payload)) => return Ok((conn, expect(kind, payload, MessageKind::InfoFromRoot, bytes)?)),
             Err(e) => return Err(hear_out(s, &conn, root, &mut header, ms, e)),
         }
     }
@@ -448,11 +449,11 @@ pub fn serve_local<S: Sockets>(
         let (conn, mut header) = (up.insert(conn), None);
         for (v, a) in visitors.iter().zip(answers.chunks(ANSWER_BYTES)) {
             // One that cannot be answered has left: the next look at its connection says so to all.
-            let _ = send_message(s, &v.conn, Kind::InfoFromRoot, a, duty.timeout_ms);
+            let _ = send_message(s, &v.conn, MessageKind::InfoFromRoot, a, duty.timeout_ms);
         }
         see_off(s, listener, &mut lobby, duty, &visitors, || watch_root(s, conn, &mut header))?;
-        send_message(s, conn, Kind::Joined, &[], duty.timeout_ms)?;
-        recv_message(s, conn, &mut header, Kind::Complete, 0, duty.timeout_ms)
+        send_message(s, conn, MessageKind::Joined, &[], duty.timeout_ms)?;
+        recv_message(s, conn, &mut header, MessageKind::Complete, 0, duty.timeout_ms)
             .map_err(|e| hear_out(s, conn, root, &mut header, duty.timeout_ms, e))
     })();
     match result {
@@ -462,7 +463,7 @@ pub fn serve_local<S: Sockets>(
             // The global root then fails the whole group at once instead of waiting.
             let up = up.map_or_else(|| s.connect(root, HELLO_MS.min(duty.timeout_ms)), Ok);
             if let Ok(up) = up {
-                let _ = send_message(s, &up, Kind::Refusal, &encode_refusal(&e), HELLO_MS);
+                let _ = send_message(s, &up, MessageKind::Refusal, &encode_refusal(&e), HELLO_MS);
             }
             Err(e)
         }
@@ -473,7 +474,7 @@ pub fn serve_local<S: Sockets>(
 pub(crate) fn watch_root<S: Sockets>(s: &S, conn: &S::Conn, header: &mut Option<Header>) -> Result<(), Failure> {
     match look(s, conn, header, MAX_REFUSAL, 0) {
         Look::Nothing => Ok(()),
-        Look::Message(Kind::Refusal, payload) => Err(decode_refusal(&payload)
+        Look::Message(MessageKind::Refusal, payload) => Err(decode_refusal(&payload)
             .unwrap_or_else(|| Failure::new(Code::Failure, "the bootstrap root ended the group without a reason"))),
         Look::Message(kind, _) => {
             Err(Failure::new(Code::Failure, format!("the bootstrap root said {kind:?} out of turn")))
@@ -534,7 +535,7 @@ fn collect_local<S: Sockets>(
             )
         });
         let (conn, kind, payload) = spoken?;
-        if kind == Kind::Refusal
+        if kind == MessageKind::Refusal
             && let Some(failure) = decode_refusal(&payload)
         {
             return Err(failure);

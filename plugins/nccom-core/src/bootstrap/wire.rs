@@ -102,7 +102,7 @@ impl std::fmt::Display for Address {
 /// Message kinds. 1, 7 and 8 are the original's numbers for the three all-gathers; 2 to 6 are our choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Kind {
+pub enum MessageKind {
     /// Ring all-gather block.
     Ring = 1,
     /// Records of ranks without the hash tag, 40 bytes each.
@@ -157,7 +157,7 @@ pub fn decode_refusal(b: &[u8]) -> Option<Failure> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// What follows.
-    pub kind: Kind,
+    pub kind: MessageKind,
     /// Payload bytes.
     pub len: u64,
 }
@@ -186,17 +186,17 @@ impl Header {
             return Err(foreign());
         }
         let kind = match u32_at(b, 0) {
-            1 => Kind::Ring,
-            2 => Kind::InfoToRoot,
-            3 => Kind::InfoFromRoot,
-            4 => Kind::Hello,
-            5 => Kind::Data,
-            6 => Kind::Refusal,
-            7 => Kind::Doubling,
-            8 => Kind::Bruck,
-            9 => Kind::Joined,
-            10 => Kind::Complete,
-            11 => Kind::TaggedInfoToRoot,
+            1 => MessageKind::Ring,
+            2 => MessageKind::InfoToRoot,
+            3 => MessageKind::InfoFromRoot,
+            4 => MessageKind::Hello,
+            5 => MessageKind::Data,
+            6 => MessageKind::Refusal,
+            7 => MessageKind::Doubling,
+            8 => MessageKind::Bruck,
+            9 => MessageKind::Joined,
+            10 => MessageKind::Complete,
+            11 => MessageKind::TaggedInfoToRoot,
             _ => return Err(foreign()),
         };
         Ok(Header { kind, len: u64_at(b, 8) })
@@ -231,15 +231,15 @@ impl Info {
     }
 
     /// The kind of a message of such records.
-    pub fn kind(&self) -> Kind {
-        if self.hash.is_some() { Kind::TaggedInfoToRoot } else { Kind::InfoToRoot }
+    pub fn kind(&self) -> MessageKind {
+        if self.hash.is_some() { MessageKind::TaggedInfoToRoot } else { MessageKind::InfoToRoot }
     }
 
     /// The records of a message. Its kind says which they are: 280 bytes would be seven short ones, or five long ones.
-    pub fn decode_all(kind: Kind, b: &[u8]) -> Result<Vec<Info>, Failure> {
+    pub fn decode_all(kind: MessageKind, b: &[u8]) -> Result<Vec<Info>, Failure> {
         let each = match kind {
-            Kind::InfoToRoot => INFO_BYTES[0],
-            Kind::TaggedInfoToRoot => INFO_BYTES[1],
+            MessageKind::InfoToRoot => INFO_BYTES[0],
+            MessageKind::TaggedInfoToRoot => INFO_BYTES[1],
             _ => return Err(Failure::new(Code::Failure, format!("expected records of ranks, got {kind:?}"))),
         };
         if b.is_empty() || b.len() % each != 0 {
@@ -320,7 +320,7 @@ pub enum Purpose {
 
 /// First message between ranks: a stranger or a rank of another group is recognised by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Hello {
+pub struct PeerHello {
     /// The sender.
     pub rank: i32,
     /// Its group.
@@ -329,7 +329,7 @@ pub struct Hello {
     pub purpose: Purpose,
 }
 
-impl Hello {
+impl PeerHello {
     /// To bytes.
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut b = [0; HELLO_BYTES];
@@ -341,7 +341,7 @@ impl Hello {
     }
 
     /// From bytes.
-    pub fn decode(b: &[u8]) -> Result<Hello, Failure> {
+    pub fn decode(b: &[u8]) -> Result<PeerHello, Failure> {
         let foreign = || Failure::new(Code::Failure, "a connection did not begin with a hello of this library");
         if b.len() != HELLO_BYTES || u32_at(b, 0) != MAGIC {
             return Err(foreign());
@@ -351,7 +351,7 @@ impl Hello {
             2 => Purpose::Peer,
             _ => return Err(foreign()),
         };
-        Ok(Hello { rank: u32_at(b, 4) as i32, cluster_id: u64_at(b, 8), purpose })
+        Ok(PeerHello { rank: u32_at(b, 4) as i32, cluster_id: u64_at(b, 8), purpose })
     }
 }
 
@@ -447,8 +447,8 @@ mod tests {
             assert_eq!(Info::decode_all(infos[0].kind(), &bytes).unwrap(), infos);
             assert!(Info::decode_all(infos[0].kind(), &bytes[1..]).is_err());
         }
-        assert!(Info::decode_all(Kind::InfoToRoot, &[]).is_err());
-        assert!(Info::decode_all(Kind::Data, &tagged(0).encode()).is_err());
+        assert!(Info::decode_all(MessageKind::InfoToRoot, &[]).is_err());
+        assert!(Info::decode_all(MessageKind::Data, &tagged(0).encode()).is_err());
     }
 
     #[test]
@@ -504,7 +504,7 @@ mod tests {
             let _ = Info::decode(&bytes);
             let _ = RootAnswer::decode(&bytes);
             let _ = decode_refusal(&bytes);
-            let _ = Hello::decode(&bytes);
+            let _ = PeerHello::decode(&bytes);
             let _ = Address::of_id(&bytes);
             let _ = parse_root_id(&text);
         }

@@ -17,7 +17,7 @@ pub mod record;
 pub use info::{CommInfo, PeerInfo, comm_info};
 pub use layout::{Layout, Pods, pods};
 pub use postset::{Channels, Ring, both_ways_and_strided, build_rings, doubled, postset};
-pub use preset::{Segment, preset};
+pub use preset::{NodeNeighbours, preset};
 pub use record::{TOPO_RANKS_BYTES, TopoRanks};
 
 use std::fmt;

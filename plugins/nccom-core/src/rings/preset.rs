@@ -8,7 +8,7 @@ use crate::topo::limits::{MAX_CHANNELS, MAX_KANGA_PATHS};
 
 /// A rank's neighbours inside its node; -1 where the segment hands over to the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Segment {
+pub struct NodeNeighbours {
     /// Rank before.
     pub prev: i32,
     /// Rank behind.
@@ -21,7 +21,7 @@ pub struct Segment {
 /// # Errors
 /// [`RingError::NotInGraph`] if a channel does not hold the rank; [`RingError::Shape`] for more channels than a record
 /// holds.
-pub fn preset(graph: &Graph, rank: i32, family: Family) -> Result<(TopoRanks, Vec<Segment>), RingError> {
+pub fn preset(graph: &Graph, rank: i32, family: Family) -> Result<(TopoRanks, Vec<NodeNeighbours>), RingError> {
     if graph.n_channels > MAX_CHANNELS {
         return Err(RingError::Shape { what: "channels at most", found: graph.n_channels, expected: MAX_CHANNELS });
     }
@@ -40,7 +40,7 @@ pub fn preset(graph: &Graph, rank: i32, family: Family) -> Result<(TopoRanks, Ve
         mine.ring_send[c] = *tail;
         mine.ring_prev[c] = prev;
         mine.ring_next[c] = next;
-        segments.push(Segment { prev, next });
+        segments.push(NodeNeighbours { prev, next });
     }
     segments.extend_from_within(..);
     if family.is_switch_v1() && !graph.kangaring.is_empty() {

@@ -59,7 +59,7 @@ fn head_and_tail_are_the_network_ends() {
         assert_eq!((record.ring_recv[0], record.ring_send[0]), (6, 5), "rank {rank}");
         assert_eq!((record.ring_prev[0], record.ring_next[0]), (prev, next), "rank {rank}");
         assert_eq!((record.ring_recv[1], record.ring_send[1]), (4, 7), "rank {rank}");
-        assert_eq!(segments[0], Segment { prev, next });
+        assert_eq!(segments[0], NodeNeighbours { prev, next });
         // Copied to the second half.
         assert_eq!(segments.len(), 4);
         assert_eq!(segments[..2], segments[2..]);

@@ -82,7 +82,7 @@ pub struct Platform {
 
 /// What a calculator asks of the search.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Request {
+pub struct PathQuery {
     /// Logical cores that carry a rank, a bit each.
     pub available: u128,
     /// Silicon generation.
@@ -99,7 +99,7 @@ pub struct Request {
 
 /// A directed edge of the device graph.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Edge {
+pub struct DeviceEdge {
     /// Node it leads to.
     pub target: usize,
     /// How near that is.
@@ -111,7 +111,7 @@ pub struct Edge {
 /// The device graph. The ceiling of the priorities lives here.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Topology {
-    edges: Vec<Vec<Edge>>,
+    edges: Vec<Vec<DeviceEdge>>,
     ceiling: u32,
     steps: u32,
     /// Tests switch the moving priority off to see that it matters.
@@ -120,7 +120,7 @@ pub struct Topology {
 
 impl Topology {
     /// The device graph of a system: a port's edge is RemoteMla, one through the switch Rmtv.
-    fn of(system: &System, units: &[Vec<usize>], request: &Request) -> Self {
+    fn of(system: &System, units: &[Vec<usize>], request: &PathQuery) -> Self {
         let per_unit = |peers: usize| peers * request.platform.engines_per_accelerator;
         let mut edges = Vec::new();
         for (u, from) in units.iter().enumerate() {
@@ -143,7 +143,7 @@ impl Topology {
                     continue;
                 }
                 let locality = if crossed.iter().any(fabric_switch) { Locality::Rmtv } else { Locality::RemoteMla };
-                row.push(Edge { target: v, locality, priority: 0 });
+                row.push(DeviceEdge { target: v, locality, priority: 0 });
             }
             row.sort_by_key(|e| (e.locality, e.target));
             let mut counts: BTreeMap<Locality, usize> = BTreeMap::new();
@@ -277,7 +277,7 @@ fn duplicate(base: &[Vec<usize>], lanes: usize, cycle: bool) -> Vec<Vec<usize>> 
     (0..lanes).filter_map(|lane| base.get(lane % base.len().max(1)).map(|p| by(p, lane))).collect()
 }
 
-fn request(system: &System, calculator: Calculator, max_paths: usize) -> Request {
+fn request(system: &System, calculator: Calculator, max_paths: usize) -> PathQuery {
     let mut available = 0u128;
     for gpu in system.bucket(NodeType::Gpu).iter().filter_map(|n| system.gpu(*n)) {
         if let Ok(bit) = u32::try_from(gpu.dev) {
@@ -285,7 +285,7 @@ fn request(system: &System, calculator: Calculator, max_paths: usize) -> Request
         }
     }
     let platform = calculator.platform();
-    Request {
+    PathQuery {
         available,
         generation: system.facts.family.generation(),
         platform,
@@ -296,7 +296,7 @@ fn request(system: &System, calculator: Calculator, max_paths: usize) -> Request
 }
 
 /// Device paths: cycles where the ring must close here, else cycles or, failing that, open paths.
-fn device_paths(system: &System, units: &[Vec<usize>], request: &Request) -> (Vec<Vec<usize>>, bool) {
+fn device_paths(system: &System, units: &[Vec<usize>], request: &PathQuery) -> (Vec<Vec<usize>>, bool) {
     let mut topology = Topology::of(system, units, request);
     let cycles = topology.paths(request.max_paths, true);
     if !cycles.is_empty() || !system.facts.multi_node {
@@ -452,7 +452,7 @@ const MLA_PER_JBOG: i32 = 16;
 /// the primary, the others are its secondaries (topology-and-rings 8).
 fn kangaring(
     system: &System,
-    request: &Request,
+    request: &PathQuery,
     units: &[Vec<usize>],
     paths: &[Vec<usize>],
     log: &mut Vec<String>,

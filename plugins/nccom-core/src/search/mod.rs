@@ -135,7 +135,7 @@ pub enum Origin {
 
 /// A finished search.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Outcome {
+pub struct SearchOutcome {
     /// The graph; at least one channel.
     pub graph: Graph,
     /// Who made it.
@@ -211,7 +211,7 @@ pub fn compute(
     vars: &dyn Fn(&str) -> Option<String>,
     graph_file: Option<&str>,
     runtime_name: &str,
-) -> Result<Outcome, SearchError> {
+) -> Result<SearchOutcome, SearchError> {
     let ranks = system.ranks();
     if ranks.is_empty() {
         return Err(SearchError::NoRank);
@@ -224,7 +224,7 @@ pub fn compute(
         let text = graph_file.ok_or(SearchError::NoGraphFile { reason })?;
         if let Some(graph) = document::load(text, system, &template)? {
             log.push(format!("Search {} : {} channels loaded from XML graph", graph.id, graph.n_channels));
-            return Ok(Outcome { graph, origin: Origin::File, log });
+            return Ok(SearchOutcome { graph, origin: Origin::File, log });
         }
     }
     let knob = crate::topo::flag(vars, USE_NEW_ALGORITHM);
@@ -234,10 +234,10 @@ pub fn compute(
     if (knob || system.facts.family.is_switch_v1())
         && let Some(graph) = fork::search(system, &template, &mut log)?
     {
-        return Ok(Outcome { graph, origin: Origin::Fork, log });
+        return Ok(SearchOutcome { graph, origin: Origin::Fork, log });
     }
     let (graph, origin) = inherited::search(system, &template, &mut log);
-    Ok(Outcome { graph, origin, log })
+    Ok(SearchOutcome { graph, origin, log })
 }
 
 #[cfg(test)]

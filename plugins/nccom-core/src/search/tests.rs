@@ -4,7 +4,7 @@ use super::inherited::{DOUBLING_SPEED, TIERS, loads};
 use super::*;
 use crate::topo::limits::{MAX_CHANNELS, MAX_SEARCH_CHANNELS};
 use crate::topo::xml::{self, Element};
-use crate::topo::{Facts, NodeType, TableMachine, discover};
+use crate::topo::{MachineFacts, NodeType, TableMachine, discover};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
@@ -26,14 +26,14 @@ fn system(family: u32, devices: i32, vcore: u32, nics: i32, gpus: i32, nodes: i3
 }
 
 fn studied(text: &str, nodes: bool) -> System {
-    let facts = Facts { multi_node: nodes, ..Facts::default() };
+    let facts = MachineFacts { multi_node: nodes, ..MachineFacts::default() };
     let mut s = System::from_document(text, facts, true).unwrap();
     s.prepare();
     s
 }
 
 /// What must hold for every graph.
-fn check(system: &System, outcome: &Outcome) {
+fn check(system: &System, outcome: &SearchOutcome) {
     let g = &outcome.graph;
     assert!((1..=MAX_SEARCH_CHANNELS).contains(&g.n_channels), "{g}");
     assert_eq!(g.intra.len(), g.n_channels * g.local_ranks);
@@ -67,7 +67,7 @@ fn check(system: &System, outcome: &Outcome) {
     }
 }
 
-fn search(system: &System, vars: &dyn Fn(&str) -> Option<String>) -> Outcome {
+fn search(system: &System, vars: &dyn Fn(&str) -> Option<String>) -> SearchOutcome {
     let outcome = compute(system, vars, None, RUNTIME_NAME).unwrap();
     check(system, &outcome);
     outcome
@@ -346,14 +346,14 @@ fn every_document_of_the_collection_gets_rings() {
         let mut document = xml::read(&text).unwrap();
         assert_eq!(xml::read(&xml::write(&document)).unwrap(), document, "{path:?}");
         let version: i64 = document.get("version").unwrap().parse().unwrap();
-        let strict = System::from_element(&document, Facts::default(), false);
+        let strict = System::from_element(&document, MachineFacts::default(), false);
         match version {
             1 => assert!(strict.is_ok(), "{path:?}"),
             _ => assert_eq!(strict.unwrap_err(), crate::topo::TopoError::Version { found: version, needed: 1 }),
         }
         give_ranks(&mut document, &mut 0);
         for multi_node in [false, true] {
-            let facts = Facts { multi_node, ..Facts::default() };
+            let facts = MachineFacts { multi_node, ..MachineFacts::default() };
             let mut s = System::from_element(&document, facts.clone(), true).unwrap();
             s.prepare();
             let outcome = search(&s, &unset);

@@ -102,7 +102,7 @@ pub struct NumaNode {
 
 /// A network device as the bound net plug-in offers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nic {
+pub struct NetDevice {
     /// Device index of the plug-in: what `graph.inter` holds.
     pub dev: i32,
     /// Name.
@@ -148,7 +148,7 @@ pub trait Machine {
     /// NUMA node of an accelerator.
     fn device_numa(&self, mla: i32) -> u32;
     /// Network devices; empty without a net plug-in.
-    fn nics(&self) -> Vec<Nic>;
+    fn nics(&self) -> Vec<NetDevice>;
 }
 
 /// What the peer records say about one rank, as far as topology and rings need it.
@@ -244,7 +244,7 @@ impl fmt::Display for CpuMask {
 
 /// What the path and search rooms must know of the machine, kept beside the system graph.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Facts {
+pub struct MachineFacts {
     /// Instance family.
     pub family: Family,
     /// Physical cores in a logical one.
@@ -348,7 +348,7 @@ pub struct TableMachine {
     /// NUMA nodes; accelerators are spread over them in blocks.
     pub numa: Vec<NumaNode>,
     /// NICs.
-    pub nics: Vec<Nic>,
+    pub nics: Vec<NetDevice>,
 }
 
 #[cfg(test)]
@@ -379,7 +379,7 @@ impl TableMachine {
             .collect();
         let numa = vec![NumaNode { id: 0, cpus: "0-7".to_string() }, NumaNode { id: 1, cpus: "8-15".to_string() }];
         let nics = (0..nics)
-            .map(|i| Nic {
+            .map(|i| NetDevice {
                 dev: i,
                 name: format!("rdmap{i}"),
                 bdf: Bdf { domain: 0, bus: 0xc0 + i as u32, slot: 0x1d, func: 0 },
@@ -454,7 +454,7 @@ impl Machine for TableMachine {
         let block = mla.max(0) as usize * self.numa.len() / n;
         self.numa.get(block).map_or(0, |node| node.id)
     }
-    fn nics(&self) -> Vec<Nic> {
+    fn nics(&self) -> Vec<NetDevice> {
         self.nics.clone()
     }
 }

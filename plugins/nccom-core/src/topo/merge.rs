@@ -4,7 +4,7 @@
 //! A published document often has neither `<gpu>` nor `<net>` (AWS's have none); a dumped one has both, of another run.
 
 use super::error::TopoError;
-use super::machine::{Bdf, Machine, Nic, RankInfo};
+use super::machine::{Bdf, Machine, NetDevice, RankInfo};
 use super::synth::{self, CLASS_ACCELERATOR, CLASS_NIC};
 use super::xml::Element;
 
@@ -76,7 +76,7 @@ pub fn put_ranks(system: &mut Element, machine: &dyn Machine, local: &[&RankInfo
 
 /// Writes the plug-in's network devices into the document and drops the document's others: a device that no plug-in
 /// offers cannot be used. Without any device the document's own are kept, so that a document can be studied alone.
-pub fn put_nets(system: &mut Element, nics: &[Nic]) -> Result<(), TopoError> {
+pub fn put_nets(system: &mut Element, nics: &[NetDevice]) -> Result<(), TopoError> {
     if nics.is_empty() {
         return Ok(());
     }

@@ -23,7 +23,8 @@ pub use error::{MachineError, TopoError};
 #[cfg(test)]
 pub(crate) use machine::TableMachine;
 pub use machine::{
-    Accelerator, Bdf, CpuMask, Facts, Family, Machine, Nic, NumaNode, P2pPolicy, RankInfo, device_can_access_peer,
+    Accelerator, Bdf, CpuMask, Family, Machine, MachineFacts, NetDevice, NumaNode, P2pPolicy, RankInfo,
+    device_can_access_peer,
 };
 pub use paths::{P2pCheck, Path, PathInfo};
 pub use system::{Gpu, Net, NodeType, PathType, System};
@@ -77,7 +78,7 @@ pub fn discover(
             accelerators.push(Accelerator { mla, rid: machine.mla_to_rid(mla)?, numa: machine.device_numa(mla) });
         }
     }
-    let facts = Facts {
+    let facts = MachineFacts {
         family: machine.family()?,
         virtual_core_size: machine.virtual_core_size()?,
         cores_per_device: machine.cores_per_device()?,

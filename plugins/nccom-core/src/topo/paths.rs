@@ -198,7 +198,7 @@ impl System {
             // The fabric does not lead to the bus, a network device leads nowhere.
             Detail::Nvs { accelerator: false } => kind == LinkType::Nvl,
             Detail::Net(_) => false,
-            Detail::Pci { .. } | Detail::Cpu { .. } | Detail::Nic => true,
+            Detail::Pci { .. } | Detail::Cpu { .. } | Detail::NetDevice => true,
         }
     }
 
@@ -338,7 +338,7 @@ impl System {
 
 #[cfg(test)]
 mod tests {
-    use super::super::machine::Facts;
+    use super::super::machine::MachineFacts;
     use super::*;
 
     /// Ranks 0 and 2 are joined by fast links only over rank 1.
@@ -356,7 +356,7 @@ mod tests {
       </cpu></system>"#;
 
     fn system(text: &str, local: &[i32]) -> System {
-        let facts = Facts { local_ranks: local.to_vec(), ..Facts::default() };
+        let facts = MachineFacts { local_ranks: local.to_vec(), ..MachineFacts::default() };
         System::from_document(text, facts, true).unwrap()
     }
 

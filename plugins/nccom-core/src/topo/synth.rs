@@ -7,7 +7,7 @@
 
 use super::error::TopoError;
 use super::limits::PORTS;
-use super::machine::{CpuMask, Family, Machine, Nic, RankInfo};
+use super::machine::{CpuMask, Family, Machine, NetDevice, RankInfo};
 use super::xml::Element;
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub(super) const CLASS_FABRIC_SWITCH: &str = "0x068000";
 
 /// The five documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Platform {
+pub enum SynthPlatform {
     /// TRN3 families.
     Trn3,
     /// TRN2 families.
@@ -32,7 +32,7 @@ pub enum Platform {
     Trn1NoNic,
 }
 
-impl Platform {
+impl SynthPlatform {
     /// The choice, in the order of topology-and-rings 2.1.
     pub fn choose(family: Family, has_nic: bool) -> Self {
         if family.is_trn3() {
@@ -64,7 +64,7 @@ impl Platform {
     }
 }
 
-fn pci(busid: &str, class: &str, platform: Platform) -> Element {
+fn pci(busid: &str, class: &str, platform: SynthPlatform) -> Element {
     Element::new("pci")
         .with("busid", busid)
         .with("class", class)
@@ -85,7 +85,7 @@ pub(super) fn gpu(rank: &RankInfo, generation: u32) -> Element {
 }
 
 /// The `<net>` of a network device.
-pub(super) fn net(nic: &Nic) -> Element {
+pub(super) fn net(nic: &NetDevice) -> Element {
     Element::new("net")
         .with("name", &nic.name)
         .with("dev", nic.dev)
@@ -117,7 +117,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
     let family = machine.family()?;
     let mut nics = machine.nics();
     nics.sort_by_key(|n| n.dev);
-    let platform = Platform::choose(family, !nics.is_empty());
+    let platform = SynthPlatform::choose(family, !nics.is_empty());
     let accelerators = by_accelerator(local);
     let mut numa = machine.numa_nodes()?;
     numa.sort_by_key(|n| n.id);
@@ -149,7 +149,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
             .with("modelid", 106);
         let here: Vec<_> =
             accelerators.iter().filter(|(mla, _)| known(machine.device_numa(**mla)) == node.id).collect();
-        let mut cards: Vec<(String, Vec<&Nic>)> = Vec::new();
+        let mut cards: Vec<(String, Vec<&NetDevice>)> = Vec::new();
         for nic in nics.iter().filter(|n| known(n.numa) == node.id) {
             let busid = nic.bdf.to_string();
             match cards.iter_mut().find(|(b, _)| *b == busid) {
@@ -232,17 +232,17 @@ mod tests {
     #[test]
     fn platforms_are_tested_in_order() {
         for (family, nic, expected) in [
-            (14, true, Platform::Trn3),
-            (15, false, Platform::Trn3),
-            (5, true, Platform::Trn2),
-            (13, true, Platform::Trn2),
-            (4, true, Platform::Inf2),
-            (7, false, Platform::Inf2),
-            (2, true, Platform::Trn1),
-            (2, false, Platform::Trn1NoNic),
-            (0, false, Platform::Trn1NoNic),
+            (14, true, SynthPlatform::Trn3),
+            (15, false, SynthPlatform::Trn3),
+            (5, true, SynthPlatform::Trn2),
+            (13, true, SynthPlatform::Trn2),
+            (4, true, SynthPlatform::Inf2),
+            (7, false, SynthPlatform::Inf2),
+            (2, true, SynthPlatform::Trn1),
+            (2, false, SynthPlatform::Trn1NoNic),
+            (0, false, SynthPlatform::Trn1NoNic),
         ] {
-            assert_eq!(Platform::choose(Family(family), nic), expected, "{family}");
+            assert_eq!(SynthPlatform::choose(Family(family), nic), expected, "{family}");
         }
     }
 

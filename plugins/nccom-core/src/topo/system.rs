@@ -9,7 +9,7 @@
 
 use super::error::TopoError;
 use super::limits::{MAX_LOCAL_RANKS, MAX_SYSTEM_NODES};
-use super::machine::{Bdf, CpuMask, Facts};
+use super::machine::{Bdf, CpuMask, MachineFacts};
 use super::paths::Paths;
 use super::xml::{self, Element};
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +32,7 @@ pub enum NodeType {
     /// A NUMA node.
     Cpu = 3,
     /// A network card.
-    Nic = 4,
+    NetDevice = 4,
     /// A network device.
     Net = 5,
 }
@@ -111,7 +111,7 @@ pub enum Detail {
         width: f32,
     },
     /// A network card.
-    Nic,
+    NetDevice,
     /// A network device.
     Net(Net),
 }
@@ -152,7 +152,7 @@ pub struct Net {
 
 /// A directed link.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Link {
+pub struct TopoLink {
     /// From this node (index).
     pub from: usize,
     /// To this node (index).
@@ -182,7 +182,7 @@ impl Node {
             Detail::Pci { .. } => NodeType::Pci,
             Detail::Nvs { .. } => NodeType::Nvs,
             Detail::Cpu { .. } => NodeType::Cpu,
-            Detail::Nic => NodeType::Nic,
+            Detail::NetDevice => NodeType::NetDevice,
             Detail::Net(_) => NodeType::Net,
         }
     }
@@ -194,11 +194,11 @@ pub struct System {
     /// Nodes in canonical order: gpus first, by rank.
     pub nodes: Vec<Node>,
     /// Links.
-    pub links: Vec<Link>,
+    pub links: Vec<TopoLink>,
     /// Indices of the nodes of each bucket.
     pub buckets: [Vec<usize>; NODE_BUCKETS],
     /// What the machine is.
-    pub facts: Facts,
+    pub facts: MachineFacts,
     /// Paths between all nodes; stale after any change of the graph.
     pub paths: Paths,
     /// Widest path the search may start at, GB/s.
@@ -414,7 +414,7 @@ impl Builder {
             0 => {
                 let accelerator = false;
                 match card {
-                    true => self.node(Detail::Nic, (bus, 0))?,
+                    true => self.node(Detail::NetDevice, (bus, 0))?,
                     false => self.node(Detail::Pci { accelerator }, (bus, 0))?,
                 }
             }
@@ -507,7 +507,7 @@ impl System {
     ///
     /// # Errors
     /// See [`System::from_element`]; [`TopoError::Xml`] for text that is no document.
-    pub fn from_document(text: &str, facts: Facts, allow_version_2: bool) -> Result<Self, TopoError> {
+    pub fn from_document(text: &str, facts: MachineFacts, allow_version_2: bool) -> Result<Self, TopoError> {
         Self::from_element(&xml::read(text)?, facts, allow_version_2)
     }
 
@@ -517,7 +517,7 @@ impl System {
     /// [`TopoError::Version`] for another schema version than 1 (or 2 on purpose), [`TopoError::MissingAttribute`] and
     /// [`TopoError::BadAttribute`] with node and attribute, [`TopoError::Duplicate`], [`TopoError::NoCpu`],
     /// [`TopoError::TooMany`].
-    pub fn from_element(root: &Element, facts: Facts, allow_version_2: bool) -> Result<Self, TopoError> {
+    pub fn from_element(root: &Element, facts: MachineFacts, allow_version_2: bool) -> Result<Self, TopoError> {
         check_root(root, allow_version_2)?;
         let mut b = Builder {
             nodes: Vec::new(),
@@ -553,7 +553,7 @@ impl System {
             for nic in cpu.children_named("nic") {
                 for net in nic.children_named("net") {
                     let dev = Attributes::of(net, &at.place).int("dev")?;
-                    let card = b.node(Detail::Nic, (u64::MAX, u64::from(dev.unsigned_abs())))?;
+                    let card = b.node(Detail::NetDevice, (u64::MAX, u64::from(dev.unsigned_abs())))?;
                     b.connect(card, node, LinkType::Pci, pci_width(None, None));
                     b.net(net, &at.place, card, u64::MAX, "")?;
                 }
@@ -592,7 +592,7 @@ impl System {
     }
 
     /// Sorts nodes and links and fills the buckets.
-    fn canonical(nodes: Vec<Node>, widths: BTreeMap<(usize, usize, LinkType), f32>, facts: Facts) -> Self {
+    fn canonical(nodes: Vec<Node>, widths: BTreeMap<(usize, usize, LinkType), f32>, facts: MachineFacts) -> Self {
         let mut order: Vec<usize> = (0..nodes.len()).collect();
         order.sort_by_key(|i| (nodes[*i].kind(), nodes[*i].id));
         let mut place = vec![0; nodes.len()];
@@ -601,9 +601,9 @@ impl System {
         }
         let mut slots: Vec<Option<Node>> = nodes.into_iter().map(Some).collect();
         let mut nodes: Vec<Node> = order.iter().filter_map(|old| slots[*old].take()).collect();
-        let mut links: Vec<Link> = widths
+        let mut links: Vec<TopoLink> = widths
             .into_iter()
-            .map(|((from, to, kind), width)| Link { from: place[from], to: place[to], kind, width })
+            .map(|((from, to, kind), width)| TopoLink { from: place[from], to: place[to], kind, width })
             .collect();
         links.sort_by_key(|l| (l.from, l.kind, l.to));
         let mut buckets: [Vec<usize>; NODE_BUCKETS] = Default::default();
@@ -723,7 +723,7 @@ impl System {
             Detail::Net(net) => format!("NET/{}", net.dev),
             Detail::Cpu { .. } => format!("CPU/{}", n.id.0 >> 1),
             Detail::Pci { .. } => format!("PCI/{:x}", n.id.0),
-            Detail::Nic => format!("NIC/{:x}", n.id.0),
+            Detail::NetDevice => format!("NIC/{:x}", n.id.0),
             Detail::Nvs { accelerator: false } => "NVS/0".to_string(),
             Detail::Nvs { .. } => format!("NVS/{:x}", n.id.1),
         }

@@ -22,7 +22,7 @@ fn synthesized(family: u32, devices: i32, vcore: u32, nics: i32, gpus: i32, node
 }
 
 fn studied(text: &str) -> System {
-    let mut s = System::from_document(text, Facts::default(), true).unwrap();
+    let mut s = System::from_document(text, MachineFacts::default(), true).unwrap();
     s.prepare();
     s
 }
@@ -165,9 +165,9 @@ fn documents_that_do_not_fit_name_node_and_attribute() {
     let load = |text: &str| discover(&m, &m.ranks(16, 1), 0, &unset, Some(text)).unwrap_err();
     let two = load(RING4).to_string();
     assert!(two.contains("wrong version 2, 1 needed"), "{two}");
-    assert!(System::from_document(RING4, Facts::default(), true).is_ok());
+    assert!(System::from_document(RING4, MachineFacts::default(), true).is_ok());
     let six = RING4.replace("version=\"2\"", "version=\"6\"");
-    assert!(System::from_document(&six, Facts::default(), true).is_err());
+    assert!(System::from_document(&six, MachineFacts::default(), true).is_err());
     assert!(matches!(load("<graphs version='1'/>"), TopoError::WrongRoot { .. }));
     assert_eq!(load("<system version='1'/>"), TopoError::NoCpu);
     for (from, to, node, attribute) in [
@@ -183,13 +183,13 @@ fn documents_that_do_not_fit_name_node_and_attribute() {
     ] {
         let text = RING4.replacen(from, to, 1);
         assert_ne!(text, RING4, "{from}");
-        let error = System::from_document(&text, Facts::default(), true).unwrap_err().to_string();
+        let error = System::from_document(&text, MachineFacts::default(), true).unwrap_err().to_string();
         assert!(error.contains(node) && error.contains(attribute), "{error}");
     }
     let twice = RING4.replace("0000:20:00.0", "0000:1d:00.0");
-    assert!(matches!(System::from_document(&twice, Facts::default(), true), Err(TopoError::Duplicate { .. })));
+    assert!(matches!(System::from_document(&twice, MachineFacts::default(), true), Err(TopoError::Duplicate { .. })));
     let ranks = RING4.replace("rank=\"1\"", "rank=\"0\"");
-    assert!(matches!(System::from_document(&ranks, Facts::default(), true), Err(TopoError::Duplicate { .. })));
+    assert!(matches!(System::from_document(&ranks, MachineFacts::default(), true), Err(TopoError::Duplicate { .. })));
 }
 
 fn shuffled(e: &Element, seed: &mut u64) -> Element {

@@ -447,7 +447,7 @@ mod tests {
                 let once = write(&root);
                 prop_assert_eq!(&read(&once).unwrap(), &root);
                 // A document that still parses must be judged without a panic too.
-                let _ = crate::topo::System::from_document(&text, crate::topo::Facts::default(), true);
+                let _ = crate::topo::System::from_document(&text, crate::topo::MachineFacts::default(), true);
             }
         }
 

@@ -4,7 +4,7 @@ use hw_bridge::call::Op;
 use wccl::{DataType, ReduceOp};
 
 // The same buffers, calls and reference as the program's, so that a collective added there is soaked here.
-use wccl_cli::rank::collective::{Case, Memory};
+use wccl_cli::rank::collective::{BufferMemory, Case};
 
 /// Numbers from a seed: splitmix64.
 #[derive(Debug, Clone)]
@@ -147,7 +147,7 @@ pub struct Operation {
     /// The call.
     pub case: Case,
     /// The memory.
-    pub memory: Memory,
+    pub memory: BufferMemory,
 }
 
 /// The next operation of a list in a group of `n`. `meeting`: one in which every rank waits for every other directly. Elsewhere
@@ -165,7 +165,7 @@ pub fn operation(rng: &mut Rng, n: usize, meeting: bool) -> Operation {
     case.in_place = rng.below(2) == 0 && op.facts().has_in_place;
     case.seed = rng.draw();
     // A group moves tensors only.
-    let memory = rng.pick(&[Memory::Hbm, if op == Op::Group { Memory::Hbm } else { Memory::Host }]);
+    let memory = rng.pick(&[BufferMemory::Hbm, if op == Op::Group { BufferMemory::Hbm } else { BufferMemory::Host }]);
     Operation { case, memory }
 }
 

@@ -23,7 +23,7 @@ use sandbox::error::Error;
 use wccl::{CommOptions, Communicator, Runtime, RuntimeConfig};
 
 use crate::plan::{Rng, operation};
-use wccl_cli::rank::collective::Buffers;
+use wccl_cli::rank::collective::RankBuffers;
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
@@ -108,7 +108,7 @@ fn run() -> Result<()> {
 fn one(comm: &mut Communicator, rng: &mut Rng, meeting: bool) -> Result<u64> {
     let o = operation(rng, comm.nranks(), meeting);
     let bytes = o.case.bytes(comm.nranks());
-    let mut buffers = Buffers::new(comm, o.memory, bytes)?;
+    let mut buffers = RankBuffers::new(comm, o.memory, bytes)?;
     let wrong = o.case.check(comm, &mut buffers)?;
     ensure!(wrong == 0, "{wrong} elements are wrong on rank {} of {}: {o:?}", comm.rank(), comm.nranks());
     Ok(bytes)

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
     use crate::api::groups::signature::SIGNATURE_BYTES;
     use crate::api::groups::verdict::{Refusal, agree};
-    use sandbox::key::Kind;
+    use sandbox::key::GroupKind;
     use sandbox::limits::ID_BYTES;
     use std::sync::Mutex;
     use std::sync::mpsc::{Receiver, Sender, channel};
@@ -153,7 +153,7 @@ mod tests {
     }
 
     fn split(nth: u32) -> GroupKey {
-        GroupKey::of_id(&[0x4B; 32], 0).group(Kind::Split, &MEMBERS, nth)
+        GroupKey::of_id(&[0x4B; 32], 0).group(GroupKind::Split, &MEMBERS, nth)
     }
 
     fn why(o: &Outcome) -> &str {
@@ -204,7 +204,9 @@ mod tests {
         };
         assert!(agreed([split(0); 2], [keep(0), keep(1)]).iter().all(Result::is_ok));
         let parent = GroupKey::of_id(&[0x4B; 32], 0);
-        for later in [split(1), parent.group(Kind::Replica, &MEMBERS, 0), parent.group(Kind::Split, &[5, 7], 0)] {
+        for later in
+            [split(1), parent.group(GroupKind::Replica, &MEMBERS, 0), parent.group(GroupKind::Split, &[5, 7], 0)]
+        {
             for who in 0..2 {
                 let mut carry = [as_they_are(), as_they_are()];
                 carry[who] = Box::new(|_| said[who].lock().unwrap().clone());
