@@ -209,7 +209,7 @@ mod tests {
     fn a_cause_is_said_once() {
         let source = std::io::Error::from_raw_os_error(2);
         let text = source.to_string();
-        let e = sandbox::error::Error::System { what: "reading the policies in /none".into(), source };
+        let e = wccl::Error::System { what: "reading the policies in /none".into(), source };
         let said = told(&anyhow::Error::from(e).context("serving"));
         assert_eq!(said, format!("serving: reading the policies in /none: {text}"));
     }

@@ -9,7 +9,6 @@ use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use anyhow::Result;
-use sandbox::error::Error;
 use sandbox::limits::Limits;
 use sandbox::policy::Policy;
 pub use tests::port::free as port;
@@ -66,7 +65,7 @@ pub fn gives_up() -> String {
 }
 
 /// The sentence of a call that must not have come through.
-pub fn said<T>(answer: Result<T, Error>) -> Result<String> {
+pub fn said<T, E: std::fmt::Display>(answer: Result<T, E>) -> Result<String> {
     match answer {
         Ok(_) => anyhow::bail!("it came through"),
         Err(e) => Ok(e.to_string()),

@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use sandbox::error::Error;
 use sandbox::limits::Limits;
+use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Runtime, RuntimeConfig};
 
 use crate::rank::load::{Load, Sum, lost_and_wrong, percentile_ms};
@@ -103,7 +103,7 @@ fn endless(config: &RuntimeConfig) -> anyhow::Result<String> {
     let runtime = Runtime::open(RuntimeConfig { limits, ..config.clone() })?;
     let id = runtime.unique_id(1)?;
     match runtime.init_comm(CommOptions::with_id(id, 0, 1)) {
-        Err(e @ Error::Stopped { .. }) => Ok(e.to_string()),
+        Err(e @ Error::Plugin(PluginError::Stopped { .. })) => Ok(e.to_string()),
         Err(e) => Err(e.into()),
         Ok(_) => bail!("a plugin that never comes back came back"),
     }

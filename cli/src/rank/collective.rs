@@ -351,7 +351,7 @@ impl Case {
     ///
     /// # Errors
     /// The runtime's.
-    pub fn issue(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> Result<(), sandbox::error::Error> {
+    pub fn issue(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> Result<(), wccl::Error> {
         let (rank, n) = (comm.rank(), comm.nranks());
         let (count, dtype) = (self.count, self.dtype);
         if self.op == Op::Group {
@@ -370,7 +370,7 @@ impl Case {
             (Mem::Host(a, i), Mem::Host(b, o)) => Io::Host { src: &a[*i..], dst: &mut b[*o..] },
             // Both are made by one constructor from one kind.
             _ => {
-                return Err(sandbox::error::Error::Bug("the two buffers of a case are of different memory".into()));
+                return Err(wccl::Error::Bug("the two buffers of a case are of different memory".into()));
             }
         };
         match self.op {
@@ -401,10 +401,10 @@ impl Case {
     }
 
     /// A block to every rank and one from every rank.
-    fn issue_group(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> Result<(), sandbox::error::Error> {
+    fn issue_group(&self, comm: &mut Communicator, buffers: &mut RankBuffers) -> Result<(), wccl::Error> {
         let n = comm.nranks();
         let (Mem::Hbm(a), Mem::Hbm(b)) = (&buffers.a, &buffers.b) else {
-            return Err(sandbox::error::Error::Usage("a group moves tensors in device memory only".into()));
+            return Err(wccl::Error::Usage("a group moves tensors in device memory only".into()));
         };
         let mut group = comm.group();
         for r in 0..n {

@@ -5,8 +5,7 @@
 
 use std::time::Instant;
 
-use sandbox::error::Error;
-use wccl::Communicator;
+use wccl::{Communicator, Error};
 
 use crate::rank::collective::{Case, RankBuffers};
 use crate::rank::member;

@@ -48,6 +48,7 @@ pub struct Proof {
 
 /// Why the schedules are wrong.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Flaw {
     /// The schedules do not belong together, or a step cannot be.
     #[error("the schedules do not fit: {0}")]

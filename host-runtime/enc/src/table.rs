@@ -117,6 +117,7 @@ impl fmt::Display for Row {
 
 /// Why a table cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum TableError {
     /// The file cannot be read.
     #[error("the choice table {} cannot be read: {source}", path.display())]

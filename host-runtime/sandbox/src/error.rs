@@ -1,4 +1,4 @@
-//! What can go wrong, by cause: the caller, the plugin, a peer, the system.
+//! What can go wrong with a plugin, by cause: the caller, the plugin, the system, ourselves.
 
 use std::time::Duration;
 
@@ -6,6 +6,7 @@ use crate::status::Status;
 
 /// Why a plugin that stopped is not called, and no instance made in the place of the one that did.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum NotCalled {
     /// It stopped too often.
     Quarantined {
@@ -47,8 +48,9 @@ impl std::fmt::Display for NotCalled {
     }
 }
 
-/// An error of the runtime. [`Error::status`] gives the NRT_STATUS a C caller would see.
+/// An error of the host of plugins. [`Error::status`] gives the NRT_STATUS a C caller would see.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// The caller passed something that cannot be.
     #[error("{0}")]
@@ -131,71 +133,9 @@ pub enum Error {
         /// How long was waited.
         waited: std::time::Duration,
     },
-    /// A swap held the control plane for longer than the call could wait.
-    #[error(
-        "{entry} was not called: a hot swap has kept the tenant's control plane shut for {waited:?}; call it again"
-    )]
-    Frozen {
-        /// The entry.
-        entry: &'static str,
-        /// How long was waited.
-        waited: std::time::Duration,
-    },
-    /// A hot swap was not made.
-    #[error("tenant {tenant} was not swapped: {reason}")]
-    Swap {
-        /// The tenant.
-        tenant: String,
-        /// Who refused and why, and what to do.
-        reason: String,
-    },
-    /// This process was forked from the one that owns what was used.
-    #[error(
-        "{what} belongs to the process that this one was forked from; use it there, or open a runtime and a communicator of its own after an exec"
-    )]
-    Forked {
-        /// What was used.
-        what: String,
-    },
-    /// The ranks of a group did not come to a communicator.
-    #[error("{what}")]
-    Group {
-        /// Which group, who and why, and what to do.
-        what: String,
-        /// What a C caller would see.
-        status: Status,
-    },
-    /// Not all ranks came while the connections were made that an operation needs.
-    #[error(
-        "{what} on rank {rank} timed out {} while all ranks were being connected, which happens once and which each must come to: {source}",
-        if *.own { format!("after {after:?}") } else { format!("before its own {after:?} were over") }
-    )]
-    Connecting {
-        /// The operation.
-        what: &'static str,
-        /// This rank.
-        rank: usize,
-        /// Its deadline.
-        after: std::time::Duration,
-        /// Whether that is the one that has passed, or another one was earlier: of a rank that has told this one, or of the library.
-        own: bool,
-        /// What the library said of it, with the rank that did not come and the deadline that passed.
-        source: Box<Error>,
-    },
-    /// An operation failed.
-    #[error(transparent)]
-    Op(#[from] hw_bridge::exec::sequencer::OpError),
     /// A limit of this process is too low for what was asked; the sentence names it, its value and the need.
     #[error("{0}")]
     Limit(String),
-    /// The service said so, or does not answer.
-    #[error("{what}")]
-    Service {
-        /// What it said, or why it does not answer.
-        what: String,
-        /// What a C caller would see.
-        status: Status,
-    },
     /// Device memory.
     #[error(transparent)]
     Memory(#[from] hw_bridge::memory::hbm::HbmError),
@@ -219,30 +159,14 @@ fn listed(causes: &[String]) -> String {
 impl Error {
     /// The status a C caller would see.
     pub fn status(&self) -> Status {
-        use hw_bridge::exec::sequencer::OpError;
         match self {
             Error::Usage(_) | Error::Config(_) => Status::INVALID,
-            Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Supervised { .. } | Error::Swap { .. } => {
-                Status::FAILURE
-            }
+            Error::NotLoaded { .. } | Error::Stopped { .. } | Error::Supervised { .. } => Status::FAILURE,
             // The plugin has done nothing wrong: whoever called has, or may call again.
             Error::Reentered { .. } => Status::INVALID,
-            Error::Entry { status, .. } | Error::Group { status, .. } | Error::Service { status, .. } => *status,
-            Error::Busy { .. } | Error::Frozen { .. } | Error::Connecting { .. } => Status::TIMEOUT,
-            Error::Op(OpError::Timeout { .. }) => Status::TIMEOUT,
-            Error::Op(
-                OpError::Mismatch { .. }
-                | OpError::Buffer { .. }
-                | OpError::Memory { .. }
-                | OpError::Seat { .. }
-                | OpError::WrongCore { .. }
-                | OpError::Forked { .. },
-            ) => Status::INVALID,
-            Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
-            Error::Op(OpError::Stage { .. } | OpError::Slots { .. }) => Status::RESOURCE,
-            Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
+            Error::Entry { status, .. } => *status,
+            Error::Busy { .. } => Status::TIMEOUT,
             Error::Limit(_) | Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
-            Error::Forked { .. } => Status::INVALID,
             Error::Bug(_) => Status::FAILURE,
         }
     }

@@ -522,6 +522,7 @@ struct WrittenLimits {
 
 /// Why a policy cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PolicyError {
     /// The file.
     #[error("the policy {path} cannot be read: {why}")]

@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::error::Error;
 use enc::Algorithm;
 use enc::table::{Criteria, Table};
 use hw_bridge::exec::share::{Market, Terms};
 use hw_bridge::model::DeviceConfig;
 use hw_bridge::os::bell::WaitMode;
-use sandbox::error::Error;
 use sandbox::limits::Limits;
 use sandbox::policy::{Policy, SharePolicy};
 use sandbox::served::GRANTED;

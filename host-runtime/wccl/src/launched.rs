@@ -12,7 +12,7 @@
 
 use std::ffi::OsString;
 
-use sandbox::error::Error;
+use crate::error::Error;
 use sandbox::vars;
 
 /// Who sets which variables for rank and size, in the order in which they are looked for.
@@ -51,7 +51,7 @@ impl Launched {
     /// # Errors
     /// As [`Launched::from_env`].
     pub fn from_vars(look_up: impl Fn(&str) -> Option<OsString>) -> Result<Launched, Error> {
-        let var = |name: &str| vars::text(name, look_up(name));
+        let var = |name: &str| Ok(vars::text(name, look_up(name))?);
         let number = |name: &str, text: String| {
             let wrong = || Error::Config(format!("{name}={text}: a whole number was expected"));
             text.trim().parse::<usize>().map_err(|_| wrong())

@@ -33,6 +33,7 @@
 //! | room | holds |
 //! |---|---|
 //! | `turns` | a value for one user at a time |
+//! | [`error`] | what can go wrong |
 //! | [`message`] | messages between processes of this machine |
 //! | `config` | how a runtime is opened |
 //! | `launched` | where a process stands in its job, as its launcher says |
@@ -48,6 +49,7 @@
 mod api;
 mod client;
 mod config;
+pub mod error;
 mod launched;
 pub mod message;
 pub mod metrics;
@@ -63,9 +65,10 @@ pub use api::{
 };
 pub use config::RuntimeConfig;
 pub use enc;
+pub use error::Error;
 pub use half::{bf16, f16};
 pub use hw_bridge::call::ReduceOp::{Avg, Max, Min, Prod, Sum};
 pub use hw_bridge::call::{DataType, ReduceOp};
 pub use launched::Launched;
 pub use plane::join::Rendezvous;
-pub use sandbox::{abort, error, limits, policy, status, tenant, vars};
+pub use sandbox::{abort, limits, policy, status, tenant, vars};

@@ -23,6 +23,7 @@ use sandbox::limits::{MAX_MESSAGE_BYTES, MAX_MESSAGE_FDS};
 
 /// Why a message did not come or go.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum MessageError {
     /// The other side closed the socket, or its process ended.
     #[error("the other side has closed the connection")]

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::api::Runtime;
+use crate::error::Error;
 use crate::plane::eras::look;
 pub use crate::plane::eras::{FAMILIES, Values};
 use hw_bridge::os::lock::lock;
-use sandbox::error::Error;
 use sandbox::imports::own::Own;
 use sandbox::limits::{HTTP_WAIT, MAX_HTTP_HEAD, MAX_HTTP_VISITORS};
 use sandbox::tenant::supervisor::Standing;

@@ -59,6 +59,7 @@ impl Default for Terms {
 
 /// Why a tenant cannot enter a market.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ShareError {
     /// It is full.
     #[error("{MARKET_TENANTS} tenants share this machine's bandwidth, and there is no room for another; close one")]

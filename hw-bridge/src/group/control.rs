@@ -237,6 +237,14 @@ impl Control {
         (state, text)
     }
 
+    /// The rank whose process has ended, if that is why the rank failed: as it says.
+    pub fn dead_rank(&self) -> Option<usize> {
+        let s = &self.block().state.0;
+        let failed = s.state.load(Ordering::Acquire) == RankState::Failed as u32;
+        let dead = failed.then(|| s.dead.load(Ordering::Relaxed).checked_sub(1)).flatten();
+        dead.filter(|dead| *dead < self.who().1).map(|dead| dead as usize)
+    }
+
     /// The state in words: `alive`, `closed`, `aborted: REASON`, `failed: REASON`, or `process ended` for a rank that did not
     /// get to say more.
     pub fn standing(&self) -> String {
@@ -282,8 +290,8 @@ impl Control {
         self.block().state.0.state.load(Ordering::Acquire) == RankState::Alive as u32
     }
 
-    /// Leaves the group, once: the first state that is not alive stays.
-    pub fn leave(&self, state: RankState, reason: &str) {
+    /// Leaves the group, once: the first state that is not alive stays. `dead` is the rank whose process has ended, if that is why.
+    pub fn leave(&self, state: RankState, reason: &str, dead: Option<usize>) {
         // A forked child has the parent's segment; what it does is not what the rank does.
         if crate::os::fork::in_child() {
             return;
@@ -301,6 +309,7 @@ impl Control {
             to.store(*b, Ordering::Relaxed);
         }
         s.len.store(len as u32, Ordering::Relaxed);
+        s.dead.store(dead.map_or(0, |rank| rank as u32 + 1), Ordering::Relaxed);
         s.state.store(state as u32, Ordering::Release);
     }
 }
@@ -399,10 +408,10 @@ mod tests {
         let own = Control::adopt(segment(), 1, 2, mark).unwrap();
         own.commit(1).unwrap();
         // Whoever made it says nothing of the rank.
-        made.leave(RankState::Closed, "");
+        made.leave(RankState::Closed, "", None);
         assert_eq!((own.pid(), own.state().0), (7, RankState::Alive));
-        own.leave(RankState::Failed, "why");
-        assert_eq!(made.state(), (RankState::Failed, "why".into()));
+        own.leave(RankState::Failed, "why", Some(1));
+        assert_eq!((made.state(), made.dead_rank()), ((RankState::Failed, "why".into()), Some(1)));
     }
 
     /// What a service makes for its clients is on the clients' account: whoever allocates a page is charged for it.
@@ -415,7 +424,7 @@ mod tests {
         let bytes = || rustix::fs::fstat(fd()).unwrap().st_blocks as usize * 512;
         assert_eq!(bytes(), BLOCK_BYTES);
         // Nor does it when it looks, or says that it leaves.
-        made.leave(RankState::Failed, "why");
+        made.leave(RankState::Failed, "why", None);
         assert_eq!((made.counters(), made.records()), (Counters::default(), Vec::new()));
         assert_eq!(bytes(), BLOCK_BYTES);
         let own = Control::adopt(Segment::adopt(fd(), CONTROL_BYTES as u64).unwrap(), 0, 1, mark).unwrap();
@@ -454,19 +463,37 @@ mod tests {
             c.standing()
         };
         assert_eq!(standing(|_| ()), "alive");
-        assert_eq!(standing(|c| c.leave(RankState::Closed, "")), "closed");
-        assert_eq!(standing(|c| c.leave(RankState::Aborted, "enough")), "aborted: enough");
-        assert_eq!(standing(|c| c.leave(RankState::Failed, "operation #1 failed")), "failed: operation #1 failed");
+        assert_eq!(standing(|c| c.leave(RankState::Closed, "", None)), "closed");
+        assert_eq!(standing(|c| c.leave(RankState::Aborted, "enough", None)), "aborted: enough");
+        assert_eq!(
+            standing(|c| c.leave(RankState::Failed, "operation #1 failed", None)),
+            "failed: operation #1 failed"
+        );
     }
 
     #[test]
     fn the_first_reason_stays_and_is_cut_at_a_character() {
         let c = Control::create(0, 2).unwrap();
-        c.leave(RankState::Failed, &"é".repeat(REASON_BYTES));
-        c.leave(RankState::Closed, "later");
+        c.leave(RankState::Failed, &"é".repeat(REASON_BYTES), Some(1));
+        c.leave(RankState::Closed, "later", None);
         let (state, text) = c.state();
-        assert_eq!(state, RankState::Failed);
+        assert_eq!((state, c.dead_rank()), (RankState::Failed, Some(1)));
         assert_eq!(text, "é".repeat(REASON_BYTES / 2));
+    }
+
+    /// It is the word of a peer.
+    #[test]
+    fn a_dead_rank_is_one_of_the_group() {
+        let of = |state, dead| {
+            let c = Control::create(0, 2).unwrap();
+            assert_eq!(c.dead_rank(), None);
+            c.leave(state, "", dead);
+            c.dead_rank()
+        };
+        assert_eq!(of(RankState::Failed, None), None);
+        assert_eq!(of(RankState::Failed, Some(0)), Some(0));
+        assert_eq!(of(RankState::Failed, Some(2)), None);
+        assert_eq!(of(RankState::Closed, Some(1)), None);
     }
 
     #[test]

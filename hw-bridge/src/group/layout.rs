@@ -82,6 +82,8 @@ pub(super) struct StateLine {
     pub(super) state: AtomicU32,
     pub(super) len: AtomicU32,
     pub(super) reason: [AtomicU8; REASON_BYTES],
+    /// One more than the rank whose process has ended, if that is why; else 0.
+    pub(super) dead: AtomicU32,
 }
 
 /// The 64-byte arrival record.

@@ -63,7 +63,7 @@ impl Abort {
     /// Makes the operation under way, and every later one, end with an error here; peers learn of it within a nap.
     pub fn abort(&self, reason: &str) {
         // The reason first: whoever sees the flag reads it.
-        self.control.leave(RankState::Aborted, reason);
+        self.control.leave(RankState::Aborted, reason, None);
         self.flag.store(true, Ordering::Release);
         publish_fence(Fence::Full);
         for lane in 0..LANES {

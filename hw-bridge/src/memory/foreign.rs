@@ -40,6 +40,7 @@ impl Mark {
 
 /// Why a peer's private memory was not read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Unreadable {
     /// The kernel does not let this process read that one.
     #[error(

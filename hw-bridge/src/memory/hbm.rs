@@ -19,6 +19,7 @@ pub struct Hbm {
 
 /// Why memory could not be had.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum HbmError {
     /// The arena has no gap of that size.
     #[error(

@@ -184,6 +184,7 @@ pub struct Mapped {
 
 /// Why a link could not be made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum LinkError {
     /// A system call failed.
     #[error("{step} failed: {source}{}", crate::os::exhausted::limit_of_threads(source))]

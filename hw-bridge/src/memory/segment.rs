@@ -22,6 +22,7 @@ pub struct Segment {
 
 /// Why a segment could not be made or mapped.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum SegmentError {
     /// The kernel refused one of the steps.
     #[error("{step} of a {bytes}-byte memory region failed: {source}{}", crate::os::exhausted::limit_behind(source))]

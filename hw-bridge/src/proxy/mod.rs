@@ -78,6 +78,7 @@ struct OpInfo {
 
 /// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum ProxyError {
     /// There are four streams.
     #[error("proxy stream {0} does not exist; streams are 0 to 3")]

@@ -2,6 +2,7 @@
 
 /// NRT_STATUS numbers this library answers with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Code {
     /// 1 NRT_FAILURE
     Failure,

@@ -25,7 +25,8 @@
 //! | `deny_readv` | from here on the kernel refuses this thread process_vm_readv |
 //! | `gone:N` | rank 0 sends N bytes of private memory to rank 1, and the second half is not accessible |
 //!
-//! A failure prints `error NUMBER NAME: text`, before it whether a user's buffer was written, and exits with code 1.
+//! A failure prints `error NUMBER NAME: text`, before it whether a user's buffer was written and `dead RANK` if that one's end is
+//! why, and exits with code 1.
 //!
 //! Variables: FAULT_ABORT_INIT_MS aborts the init after so long; FAULT_ITIMER_US has a signal interrupt every system call
 //! at that rate; FAULT_SEGV installs a handler for SIGSEGV before the runtime opens, and faults after the script;
@@ -42,10 +43,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use sandbox::abort::AbortToken;
-use sandbox::error::Error;
 use sandbox::vars;
 use tests::events::{self, Events};
-use wccl::{CommOptions, Communicator, DataType, Io, Peers, ReduceOp, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, DataType, Error, Io, Peers, ReduceOp, Runtime, RuntimeConfig};
 
 mod sys {
     //! The few calls of the C library that std does not offer.
@@ -114,6 +114,9 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
+            if let Some(rank) = e.downcast_ref::<Error>().and_then(Error::dead_rank) {
+                say(&format!("dead {rank}"));
+            }
             say(&format!("error {}", told(&e)));
             ExitCode::FAILURE
         }

@@ -5,8 +5,7 @@
 
 use enc::Algorithm;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
-use sandbox::error::Error;
-use wccl::{Communicator, DataType, Io, Peers, ReduceOp, RuntimeConfig};
+use wccl::{Communicator, DataType, Error, Io, Peers, ReduceOp, RuntimeConfig};
 
 use crate::common::{config, world};
 

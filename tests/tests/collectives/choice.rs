@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use enc::Algorithm;
 use enc::table::Table;
-use sandbox::error::Error;
-use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, DataType, Error, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{bytes_of, config, free_port, world};
 

@@ -640,7 +640,7 @@ fn wrong_lists_are_refused_before_anything_moves() {
     world(2, &config(), |mut comm| {
         let t = comm.allocate(64).unwrap();
         let u = comm.allocate(64).unwrap();
-        let text = |r: Result<(), sandbox::error::Error>| r.unwrap_err().to_string();
+        let text = |r: Result<(), wccl::Error>| r.unwrap_err().to_string();
         let e = text(comm.raw().all_gather_v(Io::device(&t, &u), &[1], DataType::Uint8));
         assert!(e.contains("1 counts were passed, 2 ranks need one each"), "{e}");
         let e = text(comm.raw().all_gather_v(Io::device(&t, &u), &[u64::MAX, 2], DataType::Uint8));

@@ -4,9 +4,9 @@ use std::process::Command;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo;
+use wccl::error::{Error, PluginError};
 use wccl::groups::{Group, GroupOptions, Program, ProgramOp, ReplicaGroups, Signature};
 use wccl::{CommOptions, Communicator, DataType, DeviceMemory, Io, ReduceOp, Runtime, RuntimeConfig};
 
@@ -318,7 +318,7 @@ fn a_shrink_needs_neither_the_library_nor_the_bootstrap() {
         let (rank, t) = (comm.rank(), comm.allocate(64).unwrap());
         comm.peer_device_id(0).unwrap_err();
         assert!(comm.control_stopped().is_some());
-        assert!(matches!(comm.split(Some(0), 0), Err(Error::Supervised { .. })));
+        assert!(matches!(comm.split(Some(0), 0), Err(Error::Plugin(PluginError::Supervised { .. }))));
         let refused = comm.replica_group(&Group::of([0, 1, 2]), &program(rank, &[], 1), GroupOptions::default());
         let e = refused.unwrap_err().to_string();
         assert!(e.contains("makes no more groups since one of them failed"), "{e}");

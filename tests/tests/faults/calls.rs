@@ -111,14 +111,17 @@ fn calls_that_do_not_match_are_shown_from_both_sides_on_all_ranks() {
 fn a_rank_that_dies_in_an_operation_is_named_on_all_within_a_second() {
     let _one = alone();
     // The barrier has all connected, which is not what is looked at here.
-    let mut ranks = start(4, &[], |_| "barrier say:met loop");
+    let mut ranks = start(4, &[], |_| "barrier say:met fails:loop barrier");
     ranks.iter().for_each(|r| drop(r.line("met")));
     std::thread::sleep(Duration::from_millis(300));
     let pid = format!("pid {}", ranks[3].pid());
     let begun = Instant::now();
     ranks[3].child.kill().unwrap();
     for rank in &mut ranks[..3] {
-        has(&rank.error(), &["all_reduce fp32 max count 262144", "rank 3", &pid, "has ended"]);
+        has(&rank.line("failed "), &["all_reduce fp32 max count 262144", "rank 3", &pid, "has ended"]);
+        // A program need not read the sentence.
+        assert_eq!(rank.line("dead "), "dead 3");
+        has(&rank.error(), &["is no longer usable; it failed before", "rank 3", &pid, "has ended"]);
     }
     soon("a death named on three ranks", begun);
 }

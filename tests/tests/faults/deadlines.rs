@@ -4,9 +4,8 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use hw_bridge::group::flight::State;
-use sandbox::error::Error;
 use sandbox::status::Status;
-use wccl::{DataType, DeviceMemory, Io, Peers, Progress, RuntimeConfig};
+use wccl::{DataType, DeviceMemory, Error, Io, Peers, Progress, RuntimeConfig};
 
 use crate::common::{config, world};
 

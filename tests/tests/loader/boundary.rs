@@ -6,12 +6,12 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 
 use sandbox::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
 use sandbox::entries::NAMES;
-use sandbox::error::Error;
 use sandbox::load::PluginKind;
 use sandbox::served::CALLBACKS;
 use sandbox::status::Status;
 use sandbox::store::Library;
 use tests::zoo::{self, Body, Plugin, TRANSPORT, Wit};
+use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Runtime, RuntimeConfig};
 use wit_parser::{Resolve, Type, TypeDefKind};
 
@@ -165,7 +165,7 @@ fn without_any_plugin_the_runtime_runs_and_only_collectives_fail() {
     for _ in 0..2 {
         let err = rt.unique_id(2).unwrap_err();
         assert_eq!(err.status(), Status(1));
-        assert!(matches!(err, Error::NotLoaded { .. }));
+        assert!(matches!(err, Error::Plugin(PluginError::NotLoaded { .. })));
         assert_eq!(rt.init_comm(CommOptions::with_root("127.0.0.1:1", 0, 2)).unwrap_err().status(), Status(1));
         assert_eq!(rt.forward().version_info().unwrap_err().status(), Status(1));
     }
@@ -189,7 +189,7 @@ fn an_id_has_128_bytes() {
     p.set("neuron-get-unique-id", Body::Trap);
     assert!(matches!(
         loaded(config(&folder.put("plugin.wasm", &p.build().unwrap()))).unique_id(1),
-        Err(Error::Stopped { .. })
+        Err(Error::Plugin(PluginError::Stopped { .. }))
     ));
 }
 

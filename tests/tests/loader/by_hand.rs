@@ -1,9 +1,9 @@
 //! The plugin written by hand: proof that the contracts need no particular language.
 
-use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo::{TRANSPORT, componentise};
 use wccl::CommOptions;
+use wccl::error::{Error, PluginError};
 
 use crate::support::{Folder, config, loaded, log};
 
@@ -28,7 +28,7 @@ fn a_transport_written_by_hand_loads_and_answers() {
 
     for options in [CommOptions::with_id([1; 128], 0, 1), CommOptions::with_root("127.0.0.1:1", 0, 1)] {
         let err = rt.init_comm(options).unwrap_err();
-        assert!(matches!(err, Error::Entry { status: Status::FAILURE, .. }), "{err}");
+        assert!(matches!(err, Error::Plugin(PluginError::Entry { status: Status::FAILURE, .. })), "{err}");
     }
     assert_eq!(rt.tenant().counters.traps(), 0);
     assert_eq!(rt.tenant().communicators(), 0);

@@ -4,11 +4,11 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 use sandbox::entries::NAMES;
-use sandbox::error::Error;
 use sandbox::served::CALLBACKS;
 use sandbox::status::Status;
 use sandbox::store::EntryCall;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
+use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Runtime};
 
 use crate::support::{Folder, INSIDE_MARK, assert_fits, config, loaded, log, on_mark, open};
@@ -124,7 +124,10 @@ fn all_twenty_are_served_and_answer_for_themselves() {
 
     for n in WITH_HANDLE {
         let err = open(&path).unique_id(n).unwrap_err();
-        assert!(matches!(err, Error::Stopped { .. }), "callback {n} took a handle that nobody gave: {err}");
+        assert!(
+            matches!(err, Error::Plugin(PluginError::Stopped { .. })),
+            "callback {n} took a handle that nobody gave: {err}"
+        );
         assert_fits("…handle index 7…", &err.to_string());
     }
 }
@@ -284,9 +287,9 @@ fn an_instance_on_the_stack_is_never_entered_again() {
     let seen = Rc::new(RefCell::new(Vec::new()));
     let (inside, note) = (rt.clone(), seen.clone());
     on_mark(move || {
-        let version = inside.forward().version_info().map(|v| v.compatibility);
+        let version = inside.forward().version_info().map(|v| v.compatibility).map_err(Error::from);
         let id = inside.unique_id(1).map(|_| 0);
-        let elsewhere = other.forward().version_info().map(|v| v.compatibility);
+        let elsewhere = other.forward().version_info().map(|v| v.compatibility).map_err(Error::from);
         note.borrow_mut().extend([version, id, elsewhere]);
     });
     assert_eq!(rt.unique_id(1).unwrap()[..28], [0; 28]);
@@ -294,7 +297,7 @@ fn an_instance_on_the_stack_is_never_entered_again() {
     assert_eq!(seen.len(), 3, "the callback did not run");
     for (answer, entry) in seen[..2].iter().zip(["neuronGetVersionInfo", "neuronGetUniqueId"]) {
         let err = answer.as_ref().unwrap_err();
-        assert!(matches!(err, Error::Reentered { .. }), "{err}");
+        assert!(matches!(err, Error::Plugin(PluginError::Reentered { .. })), "{err}");
         assert_eq!(err.status(), Status::INVALID);
         assert_eq!(
             err.to_string(),

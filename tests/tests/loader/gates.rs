@@ -1,10 +1,10 @@
 //! The gates one by one: two skew axes, the probe first, all or nothing, once, and what the probe may write.
 
 use sandbox::entries::{EXEMPT, NAMES, ORIGINALS, Resource};
-use sandbox::error::Error;
 use sandbox::status::Status;
 use sandbox::store::EntryCall;
 use tests::zoo::{self, ANSWER, Body, Plugin, TRANSPORT};
+use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Runtime};
 
 use crate::support::{Folder, assert_fits, config, loaded, log, open, sentinel};
@@ -119,7 +119,7 @@ fn a_failed_load_is_never_tried_again() {
     let nobody = Resource::new_borrow(0);
     let progress = rt.forward().network_proxy_progress(EntryCall::library(), nobody, 0, 0, true, true).unwrap_err();
     for (e, empty) in [(version, "the version slot is empty"), (progress, "the slot is empty")] {
-        assert!(matches!(&e, Error::NotLoaded { sentinel, .. } if sentinel == empty), "{e}");
+        assert!(matches!(&e, PluginError::NotLoaded { sentinel, .. } if sentinel == empty), "{e}");
         assert_eq!(e.status(), Status::FAILURE);
     }
     let said = log();
@@ -129,7 +129,7 @@ fn a_failed_load_is_never_tried_again() {
         for (entry, status) in rt.forward().guards() {
             assert_eq!(status, Some(Status::FAILURE), "{entry}");
         }
-        assert!(matches!(rt.unique_id(1), Err(Error::NotLoaded { .. })));
+        assert!(matches!(rt.unique_id(1), Err(Error::Plugin(PluginError::NotLoaded { .. }))));
         assert!(rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).is_err());
         assert_eq!(rt.forward().version_info().unwrap_err().status(), Status::FAILURE);
     }
@@ -252,7 +252,7 @@ fn the_real_library_may_misbehave_too() {
     ] {
         let rt = replaced(entry, body);
         let err = one(&rt).map(drop).unwrap_err();
-        assert!(matches!(&err, Error::Stopped { entry, .. } if *entry == original), "{err}");
+        assert!(matches!(&err, Error::Plugin(PluginError::Stopped { entry, .. }) if *entry == original), "{err}");
         assert_fits(
             &format!("plugin plugin.wasm stopped in {original} on tenant default: {cause}; …"),
             &err.to_string(),

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use sandbox::entries::ORIGINALS;
-use sandbox::error::Error;
 use sandbox::status::Status;
 use tests::zoo::{self, Plugin};
+use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Communicator, Runtime};
 
 use crate::support::{Folder, assert_fits, config, fits, loaded, open};
@@ -79,9 +79,9 @@ fn is_refused(rt: &Runtime, path: &Path, sentence: &str) {
         assert_eq!(rt.forward().version_info().unwrap_err().status(), Status::FAILURE);
         let err = rt.unique_id(1).unwrap_err();
         assert_eq!(err.status(), Status::FAILURE);
-        assert!(matches!(err, Error::NotLoaded { entry: "neuronGetUniqueId", .. }), "{err}");
+        assert!(matches!(err, Error::Plugin(PluginError::NotLoaded { entry: "neuronGetUniqueId", .. })), "{err}");
         let err = rt.init_comm(CommOptions::with_id([1; 128], 0, 1)).unwrap_err();
-        assert!(matches!(err, Error::NotLoaded { .. }), "{err}");
+        assert!(matches!(err, Error::Plugin(PluginError::NotLoaded { .. })), "{err}");
     }
     assert_eq!(rt.component_calls(), calls, "a refused plugin was entered");
     // The same process, the next runtime: the file that is good now loads and works.
@@ -106,7 +106,9 @@ fn stops(rt: &Runtime, entry: Entry, sentence: &str) {
     let err = reach(rt, entry).expect_err("the entry was survived");
     assert_fits(sentence, &err.to_string());
     assert_eq!(err.status(), Status::FAILURE);
-    let Error::Stopped { entry: named, plugin, tenant, .. } = &err else { panic!("not stopped: {err:?}") };
+    let Error::Plugin(PluginError::Stopped { entry: named, plugin, tenant, .. }) = &err else {
+        panic!("not stopped: {err:?}")
+    };
     assert_eq!((*named, plugin.as_str(), tenant.as_str()), (entry.original(), "plugin.wasm", "default"));
     assert_eq!(rt.tenant().counters.traps(), 1);
     assert_eq!(rt.tenant().communicators(), 0, "a host object outlived its instance");

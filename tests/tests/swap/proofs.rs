@@ -5,8 +5,8 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
-use sandbox::error::Error;
 use tests::zoo;
+use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Communicator, DataType, DeviceMemory, Io, ReduceOp, Runtime};
 
 use crate::common::{HANG, bytes_of, config, plugin_file, values_of, world};
@@ -69,14 +69,14 @@ fn data_in_flight_survives_a_trap_of_the_plugin() {
                 assert_eq!(comm.control_stopped(), None);
                 let e = comm.peer_device_id(0).unwrap_err();
                 let text = e.to_string();
-                assert!(matches!(e, Error::Stopped { .. }), "{text}");
+                assert!(matches!(e, Error::Plugin(PluginError::Stopped { .. })), "{text}");
                 assert!(text.contains("neuronGetPeerDeviceId") && text.contains("unreachable"), "{text}");
                 assert!(text.contains("traps-in-slot-18") && text.contains("data in flight goes on"), "{text}");
             }
         }
         assert!(comm.control_stopped().unwrap().contains("neuronGetPeerDeviceId"));
         let e = comm.query_info().unwrap_err();
-        assert!(matches!(e, Error::Supervised { .. }), "{e}");
+        assert!(matches!(e, Error::Plugin(PluginError::Supervised { .. })), "{e}");
         assert!(e.to_string().contains("it is quarantined: it stopped 3 times in 600s, the last time because"), "{e}");
         assert!(e.to_string().contains("data in flight goes on"), "{e}");
         let tenant = comm.runtime().tenant();

@@ -11,11 +11,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hw_bridge::os::shown::stands;
-use sandbox::error::Error;
 use sandbox::load::signing::SecretKey;
 use sandbox::policy::Policy;
 use tests::zoo::{self, ANSWER, Plugin, REPLY, SCRATCH, ok_bytes};
-use wccl::{CommOptions, Communicator, DataType, Io, ReduceOp, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, DataType, Error, Io, ReduceOp, Runtime, RuntimeConfig};
 
 use crate::common::{HANG, bytes_of, free_port, plugin_file, values_of};
 

@@ -6,7 +6,7 @@ use crate::api::communicator::Communicator;
 use crate::api::element::Element;
 use crate::api::memory::{DeviceMemory, Io};
 use crate::api::tensor::Tensor;
-use sandbox::error::Error;
+use crate::error::Error;
 
 /// A side: device memory.
 #[derive(Debug, Clone, Copy)]

@@ -15,11 +15,11 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use crate::api::communicator::Communicator;
 use crate::api::memory::{DeviceMemory, Io, Shape, resolve};
 use crate::api::runtime::Runtime;
+use crate::error::Error;
 use crate::plane::host::bad;
 use crate::plane::{Plane, Seat};
 use enc::table::{Criteria, Why};
 use enc::{Algorithm, Call, Lists};
-use sandbox::error::Error;
 use sandbox::limits::{MAX_LISTED, MAX_LISTED_BYTES, MAX_SCHEDULES, PACK_BYTES};
 
 /// Whom send_recv sends to and receives from; `None` for nobody.
@@ -524,7 +524,7 @@ impl Engine {
         self.plane.core.endpoint.usable()?;
         // The others go on to an operation that this rank cannot join: they learn why.
         let connected = self.plane.connect_all(op.name(), self.timeout);
-        connected.inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string()))
+        connected.inspect_err(|e| self.plane.core.endpoint.fail(&e.to_string(), e.dead_rank()))
     }
 
     /// Fails if a schedule needs a peer that was never linked.
@@ -532,7 +532,7 @@ impl Engine {
         let endpoint = &self.plane.core.endpoint;
         if let Some(peer) = enc::needs(&s).find(|p| !endpoint.linked(*p)) {
             let e = OpError::NotLinked { rank: self.plane.core.rank, peer };
-            endpoint.fail(&e.to_string());
+            endpoint.fail(&e.to_string(), None);
             return Err(e.into());
         }
         Ok(s)

@@ -13,6 +13,7 @@ use crate::api::memory::DeviceMemory;
 use crate::api::runtime::Runtime;
 use crate::api::streams::Stream;
 use crate::config::RuntimeConfig;
+use crate::error::Error;
 use crate::launched::Launched;
 use crate::plane::Seat;
 use crate::plane::ask::{Answer, Ask};
@@ -21,7 +22,6 @@ use crate::plane::join::{Joining, Place, Rendezvous};
 use enc::table::Criteria;
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
-use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::limits::ID_BYTES;
 use sandbox::objects::CommCore;
@@ -183,7 +183,7 @@ impl Communicator {
     /// that is built stays.
     ///
     /// # Errors
-    /// [`Error::Entry`] (no transport between two ranks, say), [`Error::Stopped`], [`Error::Usage`] for a wrong plan.
+    /// [`Error::Plugin`] (no transport between two ranks, say), [`Error::Usage`] for a wrong plan.
     pub fn build_graph(&mut self) -> Result<(), Error> {
         // No swap comes between what is built and what is taken over.
         const ENTRY: &str = "neuronBuildGraphComm";
@@ -297,7 +297,7 @@ impl Communicator {
             return Err(bad(format!("stream {index} does not exist; there are {}, from 0", Self::STREAMS)));
         }
         let connected = self.plane.connect_all("taking a stream", self.timeout());
-        connected.inspect_err(|e| self.core().endpoint.fail(&e.to_string()))?;
+        connected.inspect_err(|e| self.core().endpoint.fail(&e.to_string(), e.dead_rank()))?;
         let Some(lane) = self.core().endpoint.lane(index + 1)? else {
             return Err(bad(format!("stream {index} of rank {} was taken before", self.rank())));
         };
@@ -327,7 +327,7 @@ impl Communicator {
     /// Asks the library again what it planned (slot 5).
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Plugin`].
     pub fn query_info(&self) -> Result<CommInfo, Error> {
         match self.plane.ask(Ask::Info, Patience::Usual)? {
             Answer::Info(info) => Ok(*info),
@@ -338,7 +338,7 @@ impl Communicator {
     /// Device of a rank, from the peer records (slot 18).
     ///
     /// # Errors
-    /// [`Error::Entry`] for a rank outside the group, [`Error::Stopped`].
+    /// [`Error::Plugin`], also for a rank outside the group.
     pub fn peer_device_id(&self, peer: i32) -> Result<i32, Error> {
         match self.plane.ask(Ask::PeerDevice { peer }, Patience::Usual)? {
             Answer::Device(id) => Ok(id),
@@ -349,7 +349,7 @@ impl Communicator {
     /// Sends a control message over the bootstrap (slot 11), at most 65,520 bytes.
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Plugin`].
     pub fn bootstrap_send(&self, peer: i32, data: &[u8]) -> Result<(), Error> {
         self.send(peer, data, Patience::Usual)
     }
@@ -357,7 +357,7 @@ impl Communicator {
     /// Receives a control message of exactly `bytes` (slot 12).
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Plugin`].
     pub fn bootstrap_recv(&self, peer: i32, bytes: u64) -> Result<Vec<u8>, Error> {
         self.receive(peer, bytes, Patience::Usual)
     }
@@ -386,7 +386,7 @@ impl Communicator {
     /// Gathers one block of every rank over the bootstrap (slot 13).
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Plugin`].
     pub fn bootstrap_all_gather(&self, block: &[u8]) -> Result<Vec<u8>, Error> {
         let got = self.plane.all_gather(block, Patience::Usual)?;
         exactly("neuronBootstrapAllGather", got, (block.len() * self.nranks()) as u64)
@@ -395,7 +395,7 @@ impl Communicator {
     /// Binds the calling thread near the communicator's device, or to `mask` (slot 19); answers the mask before.
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Plugin`].
     pub fn set_affinity(&self, mask: Option<&[u64]>, core: i32) -> Result<Vec<u64>, Error> {
         match self.plane.ask(Ask::Affinity { mask: mask.map(<[u64]>::to_vec), core }, Patience::Usual)? {
             Answer::Mask(before) => Ok(before),
@@ -406,7 +406,7 @@ impl Communicator {
     /// Whether a ring edge has a connector (slot 20).
     ///
     /// # Errors
-    /// [`Error::Entry`] if there is none, [`Error::Stopped`].
+    /// [`Error::Plugin`], also if there is none.
     pub fn ring_connector(&self, channel: i32, is_send: bool) -> Result<(), Error> {
         self.plane.ask(Ask::RingConnector { channel, is_send }, Patience::Usual).map(|_| ())
     }
@@ -414,7 +414,7 @@ impl Communicator {
     /// One tick of the proxy through the component (slot 10): (idle, done), ANDed with what is passed.
     ///
     /// # Errors
-    /// [`Error::Entry`] with status 1206, [`Error::Stopped`].
+    /// [`Error::Plugin`]; an entry's own failure has status 1206.
     pub fn proxy_progress_through_component(
         &self,
         stream: u32,
@@ -431,7 +431,7 @@ impl Communicator {
     /// Connects every pair of ranks (slot 7); called once, by all ranks, before the first schedule that needs it.
     ///
     /// # Errors
-    /// [`Error::Entry`], [`Error::Stopped`], [`Error::Connecting`] if the deadline of operations is over before.
+    /// [`Error::Plugin`], [`Error::Connecting`] if the deadline of operations is over before.
     pub fn expand_connectivity(&self) -> Result<(), Error> {
         self.plane.expand_connectivity("expand_connectivity", self.timeout())
     }
@@ -442,7 +442,7 @@ impl Communicator {
     /// [`Error::Memory`]; [`Error::Limit`] for more than the tenant's policy grants.
     pub fn allocate(&self, bytes: u64) -> Result<DeviceMemory, Error> {
         let found = self.core().endpoint.hbm().alloc(bytes);
-        self.runtime().tenant().may_allocate(bytes, found).map(DeviceMemory)
+        Ok(DeviceMemory(self.runtime().tenant().may_allocate(bytes, found)?))
     }
 }
 

@@ -17,9 +17,9 @@ use crate::api::collectives::{Engine, call};
 use crate::api::communicator::Communicator;
 use crate::api::memory::DeviceMemory;
 use crate::api::streams::{Pending, Stream};
+use crate::error::Error;
 use crate::plane::host::bad;
 use enc::{Call, Lists, Move};
-use sandbox::error::Error;
 use sandbox::limits::{GROUP_AT_ONCE, MAX_GROUP};
 use sandbox::objects::CommCore;
 

@@ -37,10 +37,10 @@ pub use pool::PooledComm;
 pub use signature::{Program, ProgramOp, SEND, SIGNATURE_BYTES, Signature};
 
 use crate::api::communicator::{CommOptions, Communicator};
+use crate::error::Error;
 use crate::plane::host::bad;
 use crate::plane::join::Rendezvous;
 use hw_bridge::os::lock::lock;
-use sandbox::error::Error;
 use sandbox::key::{GroupKey, GroupKind};
 use sandbox::limits::{GROUP_STREAMS, ID_BYTES, LISTED_RANKS};
 use sandbox::status::Status;
@@ -388,7 +388,7 @@ impl Communicator {
     /// exchange and gets nothing.
     ///
     /// # Errors
-    /// [`Error::Entry`] and [`Error::Stopped`] of the exchange, [`Error::Group`] as [`Communicator::replica_group`].
+    /// [`Error::Plugin`] of the exchange, [`Error::Group`] as [`Communicator::replica_group`].
     pub fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Communicator>, Error> {
         let mut state = lock(&self.groups.state);
         in_step(&state)?;

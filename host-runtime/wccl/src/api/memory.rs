@@ -4,7 +4,7 @@ use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::LocalMem;
 use hw_bridge::memory::hbm::HbmBuf;
 
-use sandbox::error::Error;
+use crate::error::Error;
 
 /// A piece of a core's device memory, which the peers of a communicator reach directly. Freed when dropped.
 ///

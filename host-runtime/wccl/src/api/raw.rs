@@ -4,9 +4,9 @@
 use crate::api::collectives::{Engine, OwnedReduction, Peers, Reduction, call};
 use crate::api::memory::Io;
 use crate::api::streams::{Buffers, Pending, Stream};
+use crate::error::Error;
 use enc::Call;
 use hw_bridge::call::{DataType, Op, ReduceOp};
-use sandbox::error::Error;
 
 /// The collectives of a [`Communicator`](crate::Communicator) in the dynamic form; made by
 /// [`Communicator::raw`](crate::Communicator::raw).
@@ -22,7 +22,7 @@ impl Raw<'_> {
     ///
     /// # Errors
     /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
-    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Stopped`]
+    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Plugin`]
     /// when the control plane is gone. All collectives alike.
     pub fn all_reduce(&mut self, io: Io<'_>, count: u64, dtype: DataType, op: ReduceOp) -> Result<(), Error> {
         self.0.collective(io, None, Call { redop: op, ..call(Op::AllReduce, dtype, count) })

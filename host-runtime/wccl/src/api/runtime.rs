@@ -2,9 +2,9 @@
 
 use std::sync::{Arc, OnceLock};
 
+use crate::error::Error;
 use hw_bridge::model::DeviceModel;
 use sandbox::entries::{Forward, LoadError};
-use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::limits::ID_BYTES;
 use sandbox::tenant::Tenant;
@@ -140,7 +140,7 @@ impl Runtime {
     /// bytes are the group's secret, which neither a plugin nor the network sees; hand it on as you would a password.
     ///
     /// # Errors
-    /// [`Error::NotLoaded`], [`Error::Entry`], [`Error::Stopped`].
+    /// [`Error::Plugin`].
     pub fn unique_id(&self, nranks: usize) -> Result<[u8; ID_BYTES], Error> {
         let secret = id::draw()?;
         let id = self.host().start_root(nranks, GroupKey::of_id(&secret, self.tenant().id))?;

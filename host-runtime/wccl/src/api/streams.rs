@@ -24,8 +24,8 @@ use crate::api::collectives::{Engine, Peers};
 use crate::api::communicator::Within;
 use crate::api::memory::{DeviceMemory, Io};
 use crate::api::raw::RawStream;
+use crate::error::Error;
 use crate::plane::host::bad;
-use sandbox::error::Error;
 use sandbox::objects::CommCore;
 
 /// Buffers of an operation in the background, which it owns meanwhile.

@@ -6,7 +6,7 @@ use zerocopy::IntoBytes;
 
 use crate::api::element::Element;
 use crate::api::memory::DeviceMemory;
-use sandbox::error::Error;
+use crate::error::Error;
 
 /// Elements in a core's device memory, which the peers of a communicator reach directly. Freed when dropped.
 ///

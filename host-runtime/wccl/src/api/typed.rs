@@ -12,9 +12,9 @@ use crate::api::element::Element;
 use crate::api::memory::DeviceMemory;
 use crate::api::raw::Raw;
 use crate::api::tensor::Tensor;
+use crate::error::Error;
 use crate::plane::host::bad;
 use enc::Call;
-use sandbox::error::Error;
 
 /// The input and output of one call, which need not be of one type.
 pub(super) trait Like<A: Buffer + ?Sized>: BufferMut<Element = A::Element, Side = A::Side> {}
@@ -282,7 +282,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Usage`] for buffers that do not fit, [`Error::Op`] if the operation fails (the communicator is then
-    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Stopped`]
+    /// broken); if connections must be made, [`Error::Connecting`] when not all ranks come to that and [`Error::Plugin`]
     /// when the control plane is gone. All collectives alike.
     #[inline]
     pub fn all_reduce<B: BufferMut + ?Sized>(&mut self, x: &mut B, op: ReduceOp) -> Result<(), Error> {

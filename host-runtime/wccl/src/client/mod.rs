@@ -28,6 +28,7 @@ use rustix::io::Errno;
 use rustix::net::SocketAddrUnix;
 
 use crate::client::wire::{Bound, Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, Reply, Request, Said, Welcome};
+use crate::error::Error;
 use crate::message::{self, MessageError};
 use crate::plane::ask::{Answer, Ask, ControlPlane, Service};
 use crate::plane::here::Here;
@@ -36,7 +37,6 @@ use crate::plane::join::{Joined, Joining, Rendezvous};
 use crate::turns::Turns;
 use hw_bridge::os::lock::lock;
 use sandbox::abort::AbortToken;
-use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::limits::SERVICE_MESSAGE;
 use sandbox::objects::CommCore;

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
 use crate::plane::here::Here;
 use crate::plane::host::Host;
 use crate::plane::info;
 use crate::plane::join::{Joined, Joining};
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
-use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::policy::Network;
 use sandbox::store::Patience;

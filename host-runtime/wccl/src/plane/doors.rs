@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use hw_bridge::limits::WAIT_STEP;
 use hw_bridge::os::patience::Wait;
 
+use crate::error::Error;
 use hw_bridge::os::lock::lock;
-use sandbox::error::Error;
 
 thread_local! {
     /// Calls of this thread that are inside: an entry that is made by another one does not wait for what that one holds up.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
+use crate::error::Error;
 use crate::plane::ask::{Answer, Ask, ControlPlane};
 use crate::plane::host::{Host, bad};
 use crate::plane::join::{Joined, Joining, Place, Rendezvous};
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::{EncPattern, NetConnectivity};
 use sandbox::entries::{COLLECTIVES, Holder, Resource};
-use sandbox::error::Error;
 use sandbox::imports::sockets::decode;
 use sandbox::limits::{ADDRESS_BYTES, byte_list};
 use sandbox::objects::ClientProcess;
@@ -122,7 +122,7 @@ impl ControlPlane for Here {
             return Ok(());
         }
         let call = EntryCall::of(&self.instance).within(patience);
-        self.host.forward.free_comm(call, Resource::new_borrow(self.handle))
+        Ok(self.host.forward.free_comm(call, Resource::new_borrow(self.handle))?)
     }
 
     fn here(&self) -> Option<&Here> {

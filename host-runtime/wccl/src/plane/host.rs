@@ -3,13 +3,13 @@
 use std::sync::{Arc, Mutex};
 
 use crate::config::RuntimeConfig;
+use crate::error::Error;
 use crate::plane::ask::Service;
 use crate::plane::doors::Doors;
 use crate::plane::eras::Eras;
 use crate::plane::roster::Roster;
 use crate::plane::used::Used;
 use sandbox::entries::Forward;
-use sandbox::error::Error;
 use sandbox::id;
 use sandbox::key::GroupKey;
 use sandbox::limits::ID_BYTES;
@@ -60,18 +60,18 @@ impl Host {
     /// Whether there are collectives, here or in the service.
     ///
     /// # Errors
-    /// [`Error::NotLoaded`].
+    /// [`Error::Plugin`].
     pub(crate) fn collectives(&self, entry: &'static str) -> Result<(), Error> {
         if self.service.is_some() && self.forward.sentinel().is_none() {
             return Ok(());
         }
-        self.forward.guarded(entry).map(|_| ())
+        Ok(self.forward.guarded(entry).map(drop)?)
     }
 
     /// Starts a root for the group with this key, here or in the service; answers its id without a secret part.
     ///
     /// # Errors
-    /// [`Error::NotLoaded`], [`Error::Entry`], [`Error::Stopped`], the service's.
+    /// [`Error::Plugin`], the service's.
     pub(crate) fn start_root(&self, nranks: usize, key: GroupKey) -> Result<[u8; ID_BYTES], Error> {
         let n = i32::try_from(nranks).map_err(|_| bad(format!("a group of {nranks} ranks is too large")))?;
         let _inside = self.doors.enter("neuronGetUniqueId", self.tenant.limits.entry)?;
@@ -80,7 +80,7 @@ impl Host {
             Some(service) => service.start_root(n, key)?,
             None => self.forward.get_unique_id(EntryCall::library().for_group(key), n, "unique id")?,
         };
-        id::answered(id)
+        Ok(id::answered(id)?)
     }
 
     /// Crossings between host and components so far; with a service, those of the tenant when it last answered.

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
 use crate::plane::ask::ControlPlane;
 use crate::plane::host::{Host, bad};
 use sandbox::bindings::exports::neuron::nccom::collectives::{CommInfo, HistogramConfig, NeuronDeviceInfo};
 use sandbox::bindings::neuron::nrt::types::NecPodType;
-use sandbox::error::Error;
 use sandbox::key::GroupKey;
 use sandbox::limits::{ADDRESS_BYTES, ID_BYTES};
 use sandbox::objects::CommCore;

@@ -26,6 +26,7 @@ use hw_bridge::exec::sequencer::OpError;
 use hw_bridge::group::RankState;
 use hw_bridge::os::patience::{Wait, passed};
 
+use crate::error::Error;
 use crate::plane::ask::{Answer, Ask, ControlPlane};
 use crate::plane::doors::Inside;
 use crate::plane::here::Here;
@@ -36,7 +37,6 @@ use crate::turns::Turns;
 use enc::table::Criteria;
 use sandbox::abort::AbortToken;
 use sandbox::bindings::exports::neuron::nccom::collectives::CommInfo;
-use sandbox::error::Error;
 use sandbox::lifecycle::Checkpoint;
 use sandbox::limits::FREE_PATIENCE;
 use sandbox::objects::{ClientProcess, CommCore};
@@ -143,7 +143,7 @@ impl Seat {
                      ranks are to join again",
                     core.rank, joined.name
                 );
-                core.endpoint.fail(&what);
+                core.endpoint.fail(&what, None);
                 return Err(Error::Group { what, status: Status::FAILURE });
             }
         }
@@ -226,7 +226,7 @@ impl Plane {
                     "rank {rank} has no rings: a hot swap (--force) has replaced the plugin that planned them; all ranks are to \
                      join again"
                 );
-                self.core.endpoint.fail(&what);
+                self.core.endpoint.fail(&what, None);
                 return Err(Error::Group { what, status: Status::FAILURE });
             }
             let before = self.plan();
@@ -400,9 +400,9 @@ impl Plane {
     /// Fails with what a linked rank has said that gave up; its connections would not say it.
     fn heed_peers(&self) -> Result<(), Error> {
         let endpoint = &self.core.endpoint;
-        let failed = endpoint.peer_controls().map(|c| c.state()).find(|(state, _)| *state == RankState::Failed);
-        if let Some((_, why)) = failed {
-            endpoint.fail(&why);
+        let mut said = endpoint.peer_controls().map(|c| (c.state(), c.dead_rank()));
+        if let Some(((_, why), dead)) = said.find(|((state, _), _)| *state == RankState::Failed) {
+            endpoint.fail(&why, dead);
             endpoint.usable()?;
         }
         Ok(())
@@ -425,7 +425,7 @@ impl Plane {
              in probation for another {left:?}, and could not go back with the others; join again after that",
             core.rank, self.host.tenant.name
         );
-        endpoint.fail(&what);
+        endpoint.fail(&what, None);
         Err(Error::Group { what, status: Status::FAILURE })
     }
 

@@ -3,6 +3,7 @@ use std::sync::Barrier;
 use super::*;
 use crate::api::Runtime;
 use crate::config::RuntimeConfig;
+use crate::error::PluginError;
 use crate::plane::join::Rendezvous;
 use sandbox::entries::Holder;
 use sandbox::key::GroupKey;
@@ -64,7 +65,7 @@ fn a_call_waits_behind_another_no_longer_than_its_deadline() {
         entered.recv().unwrap();
         for patience in [Patience::Waits, Patience::Operation] {
             match seat.ask(Ask::Info, patience(Instant::now() + Duration::from_millis(20))) {
-                Err(Error::Busy { inside: "slow", .. }) => {}
+                Err(Error::Plugin(PluginError::Busy { inside: "slow", .. })) => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -89,7 +90,7 @@ fn a_call_waits_for_a_restart_no_longer_than_its_deadline() {
     stop(&seat);
     std::thread::sleep(runtime.host().tenant.limits.restart_pause);
     let late = |patience: Patience| match seat.ask(Ask::Info, patience) {
-        Err(Error::Busy { inside: "restart", .. }) => {}
+        Err(Error::Plugin(PluginError::Busy { inside: "restart", .. })) => {}
         other => panic!("{other:?}"),
     };
     let restarts = || runtime.host().tenant.supervisor.standing()[0].restarts;

@@ -42,10 +42,10 @@ use rustix::fs::FlockOperation;
 use crate::api::Runtime;
 use crate::client::wire::Greeting;
 use crate::config::RuntimeConfig;
+use crate::error::Error;
 use crate::message;
 use hw_bridge::os::lock::lock;
 use sandbox::accounts::{Counted, Quota};
-use sandbox::error::Error;
 use sandbox::limits::TENANT_GATE_PLACES;
 use sandbox::policy::Policy;
 

@@ -20,6 +20,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::client::wire::{
     Greeting, Hello, Join, LINKS_AT_ONCE, Link, Meeting, PROTOCOL, Reply, Request, Said, Welcome,
 };
+use crate::error::Error;
 use crate::message::{self, MessageError};
 use crate::plane::Seat;
 use crate::plane::ask::{Answer, Ask};
@@ -27,7 +28,6 @@ use crate::plane::join::{Joining, Place, Rendezvous};
 use crate::serve::{Hosted, Lessee};
 use hw_bridge::os::lock::lock;
 use sandbox::abort::AbortToken;
-use sandbox::error::Error;
 use sandbox::limits::{MAX_HELLO_BYTES, MAX_REQUEST_BYTES, SERVICE_MESSAGE};
 use sandbox::objects::ClientProcess;
 use sandbox::status::Status;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use hw_bridge::group::ballot::Vote;
 use sha2::{Digest, Sha256};
 
+use crate::error::Error;
 use crate::plane::host::Host;
 use crate::plane::roster::{Held, Kept, Parked};
 use crate::plane::{Plan, Plane};
@@ -166,7 +167,7 @@ impl Candidate {
                 lifecycle::import(held, by, &new, &plan)?;
                 lifecycle::resume(held, by)?;
                 let info = forward.get_comm_info(EntryCall::of(held.0).within(by), Resource::new_borrow(held.1), true);
-                info.and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
+                info.map_err(Error::from).and_then(|info| m.plane.check_plan(info)).map_err(|e| e.to_string())
             });
             // Whatever came of it, it is called again as soon as the doors open.
             let resumed = lifecycle::resume(before, Patience::Host(until.max(Instant::now() + RESUMES)));

@@ -25,9 +25,9 @@ use serde::{Deserialize, Serialize};
 
 use directory::Directory;
 
+use crate::error::Error;
 use crate::message::{self, MessageError};
 use crate::swap::{Request, Status, Swaps};
-use sandbox::error::Error;
 use sandbox::limits::{MAX_QUESTION_BYTES, MAX_TENANT_TAG, MAX_VISITORS, MESSAGE_PATIENCE};
 
 /// How often one is looked at that has said half a question.

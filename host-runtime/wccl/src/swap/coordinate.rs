@@ -11,10 +11,10 @@ use hw_bridge::group::ballot::{Ballot, Decision};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
 use crate::message::{self, MessageError};
 use crate::swap::control::{self, Answer, Question};
 use crate::swap::{Kind, LONGEST, Outcome, Request, Status};
-use sandbox::error::Error;
 use sandbox::limits::MESSAGE_PATIENCE;
 
 /// Pause before a socket that has closed a connection is asked again.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::group::RankState;
 use crate::memory::foreign::Unreadable;
 use crate::os::credentials::PeerPid;
 
@@ -18,6 +19,7 @@ pub struct Absent {
 
 /// Why an operation failed. The communicator is broken afterwards.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpError {
     /// A peer's process ended.
     #[error(
@@ -38,7 +40,7 @@ pub enum OpError {
         last: String,
     },
     /// A peer left: closed, aborted or failed.
-    #[error("operation #{seq} ({what}) failed on rank {rank}: rank {peer} (pid {pid}) {how}")]
+    #[error("operation #{seq} ({what}) failed on rank {rank}: rank {peer} (pid {pid}) {}", how(*.state, .reason))]
     Left {
         /// This rank.
         rank: usize,
@@ -50,10 +52,12 @@ pub enum OpError {
         peer: usize,
         /// Its process.
         pid: PeerPid,
-        /// How and why.
-        how: String,
-        /// The reason the peer gave for its own failure, to be passed on.
+        /// How: closed, aborted or failed.
+        state: RankState,
+        /// Why, as the peer says; nothing if it closed. That of a failure is passed on.
         reason: String,
+        /// The rank whose process has ended, if the peer says that this is why.
+        dead: Option<usize>,
     },
     /// The deadline passed.
     #[error("operation #{seq} ({what}) timed out on rank {rank} after {after:?} without {}; see what those ranks are doing, or raise the deadline", absent_list(.absent))]
@@ -160,6 +164,8 @@ pub enum OpError {
         rank: usize,
         /// The first failure.
         first: String,
+        /// The rank whose process has ended, if that is why.
+        dead: Option<usize>,
     },
     /// The caller's buffer is too small.
     #[error("the {which} buffer of rank {rank} has {have} bytes, {what} needs {need}")]
@@ -224,6 +230,25 @@ pub enum OpError {
         /// Why.
         reason: String,
     },
+}
+
+impl OpError {
+    /// The rank whose process has ended, if that is why: one that this rank saw end, or that a peer says has.
+    pub fn dead_rank(&self) -> Option<usize> {
+        match self {
+            OpError::Died { peer, .. } => Some(*peer),
+            OpError::Left { dead, .. } | OpError::Broken { dead, .. } => *dead,
+            _ => None,
+        }
+    }
+}
+
+fn how(state: RankState, reason: &str) -> String {
+    match state {
+        RankState::Closed => "has freed its communicator".into(),
+        RankState::Aborted => format!("aborted: {reason}"),
+        _ => format!("failed: {reason}"),
+    }
 }
 
 fn absent_list(absent: &[Absent]) -> String {

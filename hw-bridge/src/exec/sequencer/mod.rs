@@ -45,7 +45,7 @@ pub struct Endpoint {
     policy: WaitPolicy,
     share: Arc<Share>,
     abort: Abort,
-    broken: OnceLock<String>,
+    broken: OnceLock<FirstFailure>,
     /// Some rank cannot have our fences executed for us.
     fenced: AtomicBool,
     /// Lanes that were handed out.
@@ -83,6 +83,21 @@ pub struct Lane {
     plan: u32,
     /// Kept between operations, so that a small one need not clear it; absent while one runs.
     bases: Option<Box<Bases>>,
+}
+
+/// Why a communicator is not usable any more.
+#[derive(Debug)]
+struct FirstFailure {
+    why: String,
+    /// The rank whose process has ended, if that is why.
+    dead: Option<usize>,
+}
+
+impl FirstFailure {
+    /// The error of what is tried afterwards.
+    fn again(&self, rank: usize) -> OpError {
+        OpError::Broken { rank, first: self.why.clone(), dead: self.dead }
+    }
 }
 
 impl Endpoint {
@@ -227,11 +242,12 @@ impl Endpoint {
         }))
     }
 
-    /// Leaves the group because this rank cannot go on; peers learn why instead of waiting.
-    pub fn fail(&self, why: &str) {
+    /// Leaves the group because this rank cannot go on; peers learn why instead of waiting, and whose process has ended if that
+    /// is why.
+    pub fn fail(&self, why: &str, dead: Option<usize>) {
         // This rank's own lanes learn it first: what they would say of a peer would only be an echo.
-        self.broken.get_or_init(|| why.to_string());
-        self.control.leave(RankState::Failed, why);
+        self.broken.get_or_init(|| FirstFailure { why: why.to_string(), dead });
+        self.control.leave(RankState::Failed, why, dead);
         self.ring_all();
     }
 
@@ -241,17 +257,18 @@ impl Endpoint {
     /// [`OpError::Broken`] with the first failure, or what the abort said.
     pub fn usable(&self) -> Result<(), OpError> {
         if let Some(first) = self.broken.get() {
-            return Err(OpError::Broken { rank: self.rank, first: first.clone() });
+            return Err(first.again(self.rank));
         }
         if self.abort.aborted() {
-            return Err(OpError::Broken { rank: self.rank, first: format!("aborted: {}", self.control.state().1) });
+            let first = format!("aborted: {}", self.control.state().1);
+            return Err(OpError::Broken { rank: self.rank, first, dead: None });
         }
         Ok(())
     }
 
     /// Leaves the group in good order; peers that still wait for this rank learn it.
     pub fn close(&self) {
-        self.control.leave(RankState::Closed, "");
+        self.control.leave(RankState::Closed, "", None);
         self.ring_all();
     }
 

@@ -58,7 +58,7 @@ impl Lane {
     ) -> Result<(), OpError> {
         let endpoint = &self.endpoint;
         if let Some(first) = endpoint.broken.get() {
-            return Err(OpError::Broken { rank: endpoint.rank, first: first.clone() });
+            return Err(first.again(endpoint.rank));
         }
         if endpoint.abort.aborted() {
             let (rank, seq, what) = (endpoint.rank, self.seq + 1, schedule.header.to_string());
@@ -103,8 +103,10 @@ impl Lane {
                 self.mine().flight().end(self.seq, State::Failed, true);
                 // A reason that came from a peer is passed on as it is, so that the first one reaches everybody.
                 match &e {
-                    OpError::Left { reason, .. } if !reason.is_empty() => self.endpoint.fail(reason),
-                    _ => self.endpoint.fail(&e.to_string()),
+                    OpError::Left { state: RankState::Failed, reason, dead, .. } if !reason.is_empty() => {
+                        self.endpoint.fail(reason, *dead)
+                    }
+                    _ => self.endpoint.fail(&e.to_string(), e.dead_rank()),
                 }
                 // From here on this rank touches nothing of its peers' in this lane, whatever its state says.
                 self.mine().set_left(self.seq);
@@ -193,7 +195,7 @@ impl Lane {
         let room = room.and_then(|()| if large { control.commit_large(self.index) } else { Ok(()) });
         if let Err(e) = room {
             let e = OpError::Stage { rank: self.endpoint.rank, reason: e.to_string() };
-            self.endpoint.fail(&e.to_string());
+            self.endpoint.fail(&e.to_string(), None);
             return Err(e);
         }
         self.stage_ready |= stage;
@@ -257,14 +259,8 @@ impl Lane {
     #[cold]
     fn left(&self, p: &Peer, wait: &WaitCtx<'_>) -> OpError {
         let (state, reason) = p.control.state();
-        let how = match state {
-            RankState::Closed => "has freed its communicator".into(),
-            RankState::Aborted => format!("aborted: {reason}"),
-            _ => format!("failed: {reason}"),
-        };
-        let reason = if state == RankState::Failed { reason } else { String::new() };
         let (rank, seq, what) = (self.endpoint.rank, wait.seq, wait.header.to_string());
-        OpError::Left { rank, seq, what, peer: p.rank, pid: p.pid, how, reason }
+        OpError::Left { rank, seq, what, peer: p.rank, pid: p.pid, state, reason, dead: p.control.dead_rank() }
     }
 
     /// Waits until every linked peer is done with the operation that was `ahead` operations ago: its slot is to be reused.
@@ -328,7 +324,7 @@ impl Lane {
             return Err(OpError::Aborted { rank, seq, what, reason: endpoint.control.state().1 });
         }
         match endpoint.broken.get() {
-            Some(first) => Err(OpError::Broken { rank, first: first.clone() }),
+            Some(first) => Err(first.again(rank)),
             None => Ok(()),
         }
     }

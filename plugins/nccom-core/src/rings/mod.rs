@@ -24,6 +24,7 @@ use std::fmt;
 
 /// Why rings could not be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RingError {
     /// A record has another size than 960 bytes.
     RecordSize {

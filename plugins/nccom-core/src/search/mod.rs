@@ -146,6 +146,7 @@ pub struct SearchOutcome {
 
 /// Why no graph could be made.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum SearchError {
     /// The graph document is not well formed.
     Xml(crate::topo::xml::XmlError),

@@ -20,6 +20,7 @@ impl fmt::Display for MachineError {
 
 /// Why the topology could not be read, synthesised, verified or asked.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum TopoError {
     /// The document is not well formed or exceeds a limit.
     Xml(XmlError),

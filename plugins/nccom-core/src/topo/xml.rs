@@ -55,6 +55,7 @@ impl Element {
 
 /// Why a text is no document.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum XmlError {
     /// The text breaks the grammar.
     Syntax {

@@ -19,8 +19,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use sandbox::error::Error;
-use wccl::{CommOptions, Communicator, Runtime, RuntimeConfig};
+use wccl::{CommOptions, Communicator, Error, Runtime, RuntimeConfig};
 
 use crate::plan::{Rng, operation};
 use wccl_cli::rank::collective::RankBuffers;
