@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem};
 use hw_bridge::exec::share::{Market, Share, Terms};
-use hw_bridge::group::{CONTROL_BYTES, Control, Peer, flight};
+use hw_bridge::group::{Control, Peer, control_bytes, flight};
 use hw_bridge::limits::{LANES, SLOTS};
 use hw_bridge::memory::hbm::Hbm;
 use hw_bridge::memory::links::{Edge, HELLO_BYTES, IPC_BYTES, LinkGrant, LinkServer, Mapped, connect};
@@ -48,7 +48,7 @@ fn damaged(data: &[u8]) -> Option<Control> {
     let fd = control.segment().fd()?;
     for c in data.chunks_exact(10) {
         let at = place(c[0], c[1]);
-        if at + 8 <= CONTROL_BYTES as u64 {
+        if at + 8 <= control_bytes(2) as u64 {
             rustix::io::pwrite(fd, &c[2..], at).ok()?;
         }
     }
@@ -104,7 +104,7 @@ pub fn operation(data: &[u8]) {
         return;
     };
     let map = |fd, len| Segment::from_peer(fd, len).ok();
-    let (Some(control), Some(hbm)) = (map(a, CONTROL_BYTES as u64), map(b, 1 << 20)) else { return };
+    let (Some(control), Some(hbm)) = (map(a, control_bytes(2) as u64), map(b, 1 << 20)) else { return };
     let mapped = Mapped { rank: 1, pid: std::process::id().into(), control, hbm, pidfd: None };
     let peer = match Peer::new(mapped, 1, 2) {
         Ok(peer) => peer,

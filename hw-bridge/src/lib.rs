@@ -8,6 +8,7 @@
 //! | room | owns |
 //! |---|---|
 //! | [`proxy`] | the proxy's tick over network operations |
+//! | [`p2p`] | messages between two ranks, without the others |
 //! | [`exec`] | runs a sealed schedule: wait, copy, reduce, signal, post |
 //! | [`group`] | the control channel of a communicator: arrivals, op headers, deaths, aborts |
 //! | [`memory`] | sealed memfds, device memory, links, a peer's private memory |
@@ -26,4 +27,5 @@ pub mod limits;
 pub mod memory;
 pub mod model;
 pub mod os;
+pub mod p2p;
 pub mod proxy;

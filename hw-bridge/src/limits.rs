@@ -55,6 +55,21 @@ pub const REASON_BYTES: usize = 960;
 pub const MAX_VOTERS: usize = 256;
 /// How often who waits for a ballot offers its core to others before it sleeps.
 pub const BALLOT_YIELDS: u32 = 50;
+/// Envelopes of messages from one rank to another that the other need not have looked at.
+pub const ENVELOPES: usize = 64;
+/// Payload bytes inside an envelope: such a message costs one line transfer.
+pub const ENVELOPE_BYTES: usize = 32;
+/// Messages from one rank to another, with more payload than that, that are on their way at a time: those that come after them
+/// wait where they are sent.
+pub const MAIL_SLOTS: usize = 32;
+/// Bytes of a message that is copied into its slot, so that the sender is done with it at once; a larger one is taken from where
+/// it lies.
+pub const EAGER_BYTES: usize = 8 * 1024;
+/// Bytes of one of the two halves through which a message in private memory passes that its receiver may not read.
+pub const MAIL_STAGE_BYTES: usize = 256 * 1024;
+/// Messages of one rank that another keeps because none of its receives wants them yet; with those whose envelopes still lie
+/// there, a sender has at most this many and [`ENVELOPES`] before it waits.
+pub const UNEXPECTED: usize = 1024;
 /// Steps of one schedule; the step number shares a word with the sequence number.
 pub const MAX_STEPS: u64 = 0xFFFE;
 /// How long a sleeping wait goes without looking at deaths, aborts and the deadline.

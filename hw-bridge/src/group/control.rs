@@ -4,12 +4,16 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::flight::{self, Counters};
+use super::flight::{self, Counters, Tally};
 use super::lanes::LaneView;
 use super::layout::*;
-use crate::limits::{LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, STAGE_BYTES};
+use super::outbox::Outbox;
+use crate::limits::{
+    EAGER_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, MAIL_STAGE_BYTES, MAX_LOCAL_RANKS, REASON_BYTES, STAGE_BYTES,
+};
 use crate::memory::foreign::Mark;
 use crate::memory::segment::{Segment, SegmentError};
+use crate::os::bell::Bell;
 use crate::os::clock;
 use crate::os::shown::one_line;
 
@@ -42,6 +46,8 @@ pub struct Owner {
 #[derive(Debug)]
 pub struct Control {
     segment: Arc<Segment>,
+    /// Ranks of the group, which its size was made or checked by.
+    nranks: usize,
     left: AtomicBool,
     /// The owner's process, where it is a linked peer's and the kernel gave a descriptor of it.
     pub(super) owner: Option<OwnedFd>,
@@ -52,7 +58,7 @@ pub struct Control {
 impl Control {
     /// Makes this rank's own.
     pub fn create(rank: u32, nranks: u32) -> Result<Control, SegmentError> {
-        let (step, bytes) = ("reading random bytes", CONTROL_BYTES as u64);
+        let (step, bytes) = ("reading random bytes", control_bytes(nranks as usize) as u64);
         let mark = Mark::new().map_err(|source| SegmentError::System { step, bytes, source })?;
         let (pid, asymmetric) = (std::process::id(), crate::os::bell::asymmetric());
         let c = Control::create_for(rank, nranks, Owner { pid, asymmetric, mark: mark.words() })?;
@@ -63,8 +69,9 @@ impl Control {
     /// Makes that of another process, which takes it over by [`Control::adopt`]: only it says how the rank stands, and it has the
     /// memory of the lanes allocated, on its own account. The maker's is the first page.
     pub fn create_for(rank: u32, nranks: u32, owner: Owner) -> Result<Control, SegmentError> {
-        let segment = Arc::new(Segment::create(CONTROL_NAME, CONTROL_BYTES as u64)?);
-        let c = Control { segment, left: AtomicBool::new(true), owner: None, _mark: None };
+        let ranks = nranks as usize;
+        let segment = Arc::new(Segment::create(CONTROL_NAME, control_bytes(ranks) as u64)?);
+        let c = Control { segment, nranks: ranks, left: AtomicBool::new(true), owner: None, _mark: None };
         c.segment.commit(0, BLOCK_BYTES as u64)?;
         let word = |at: usize, v: u64| c.block().ident.0[at].store(v, Ordering::Relaxed);
         word(ident::WHO, u64::from(rank) | u64::from(nranks) << 32);
@@ -81,7 +88,7 @@ impl Control {
     /// Takes over what a service made for rank `rank` of `nranks` in this process, known by `mark`.
     pub fn adopt(segment: Segment, rank: u32, nranks: u32, mark: Mark) -> Result<Control, SegmentError> {
         let c = Control::of_peer(segment, rank, nranks)?;
-        if ident::MARK.map(|at| c.ident(at)) != mark.words() {
+        if c.mark() != mark.words() {
             return Err(SegmentError::Foreign("it was made for another process".into()));
         }
         c.commit(0)?;
@@ -102,17 +109,24 @@ impl Control {
 
     /// Views a control segment of whoever, after checking that it is one: for those who watch.
     pub fn of_anyone(segment: Segment) -> Result<Control, SegmentError> {
-        if segment.len() != CONTROL_BYTES {
-            return Err(SegmentError::Foreign(format!(
-                "its control block has {} bytes, {CONTROL_BYTES} expected",
-                segment.len()
-            )));
+        let len = segment.len();
+        if len < OUTBOXES_AT {
+            let why = format!("its control block has {len} bytes, at least {OUTBOXES_AT} expected");
+            return Err(SegmentError::Foreign(why));
         }
-        let c = Control { segment: Arc::new(segment), left: AtomicBool::new(true), owner: None, _mark: None };
+        let segment = Arc::new(segment);
+        let mut c = Control { segment, nranks: 0, left: AtomicBool::new(true), owner: None, _mark: None };
         let magic = c.block().ident.0[ident::MAGIC].load(Ordering::Acquire);
         if magic != MAGIC {
             return Err(SegmentError::Foreign(format!("its control block has magic {magic:#x}")));
         }
+        let nranks = c.who().1 as usize;
+        if nranks > MAX_LOCAL_RANKS || len != control_bytes(nranks) {
+            let why = format!("its control block has {len} bytes, which is not what one of {nranks} ranks has");
+            return Err(SegmentError::Foreign(why));
+        }
+        // What was checked holds, whatever is written there later.
+        c.nranks = nranks;
         Ok(c)
     }
 
@@ -167,7 +181,7 @@ impl Control {
     }
 
     fn block(&self) -> &Block {
-        // SAFETY: the segment is CONTROL_BYTES long (made or checked so), page-aligned, and consists of atomics only
+        // SAFETY: the segment is at least OUTBOXES_AT long (made or checked so), page-aligned, and consists of atomics only
         // where Block lies, for which any bytes are valid; it lives as long as `self`.
         unsafe { &*self.segment.base().cast::<Block>() }
     }
@@ -199,6 +213,54 @@ impl Control {
     pub fn commit_large(&self, lane: usize) -> Result<(), SegmentError> {
         let at = BLOCK_BYTES + lane * LANE_BYTES + LARGE_AT;
         self.segment.commit(at as u64, (LARGE_SLOTS * LARGE_SLOT_BYTES) as u64)
+    }
+
+    /// What the owner has for rank `to`, if that is one of the group. There must be memory for it ([`Control::has_outbox`]).
+    #[inline]
+    pub(crate) fn outbox(&self, to: usize) -> Option<Outbox<'_>> {
+        (to < self.nranks).then(|| Outbox::new(self.segment.base().wrapping_add(OUTBOXES_AT + to * OUTBOX_BYTES), self))
+    }
+
+    /// Allocates the head and the envelopes of the outbox for rank `to`, and lets that look into it from now on.
+    pub(crate) fn open_outbox(&self, to: usize) -> Result<(), SegmentError> {
+        self.segment.commit((OUTBOXES_AT + to * OUTBOX_BYTES) as u64, PAYLOADS_AT as u64)?;
+        self.block().outboxes.0[to / 64].fetch_or(1 << (to % 64), Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether the outbox for rank `to` has memory: to look at one that has not would allocate it.
+    #[inline]
+    pub(crate) fn has_outbox(&self, to: usize) -> bool {
+        self.block().outboxes.0.get(to / 64).is_some_and(|bits| bits.load(Ordering::Acquire) >> (to % 64) & 1 == 1)
+    }
+
+    /// Allocates the payload of a slot of the outbox for rank `to`, before its first one.
+    pub(crate) fn commit_payload(&self, to: usize, slot: usize) -> Result<(), SegmentError> {
+        let at = OUTBOXES_AT + to * OUTBOX_BYTES + PAYLOADS_AT + slot * EAGER_BYTES;
+        self.segment.commit(at as u64, EAGER_BYTES as u64)
+    }
+
+    /// Allocates the staging halves of the outbox for rank `to`, before their first message.
+    pub(crate) fn commit_mail_stage(&self, to: usize) -> Result<(), SegmentError> {
+        let at = OUTBOXES_AT + to * OUTBOX_BYTES + MAIL_STAGE_AT;
+        self.segment.commit(at as u64, 2 * MAIL_STAGE_BYTES as u64)
+    }
+
+    /// The bell of whoever waits here for a message, or for one to be taken.
+    #[inline]
+    pub(crate) fn mail_bell(&self) -> &Bell {
+        &self.block().mail.0
+    }
+
+    /// What messages have cost here.
+    #[inline]
+    pub(crate) fn mail_tally(&self) -> &Tally {
+        &self.block().mail_tally.0
+    }
+
+    /// Where the owner's mark is, and the number there.
+    pub(crate) fn mark(&self) -> [u64; 2] {
+        ident::MARK.map(|at| self.ident(at))
     }
 
     /// Says where the rank's lanes are, under the number of a closing of the gates ([`crate::exec::sequencer::Closed`]).
@@ -272,9 +334,9 @@ impl Control {
         (0..LANES).filter(move |l| bits >> l & 1 == 1)
     }
 
-    /// What the rank has counted, all lanes together.
+    /// What the rank has counted, all lanes and messages together.
     pub fn counters(&self) -> Counters {
-        self.committed().fold(Counters::default(), |sum, l| sum + self.lane(l).tally().read())
+        self.committed().fold(self.mail_tally().read(), |sum, l| sum + self.lane(l).tally().read())
     }
 
     /// The last operations of the rank with their lanes, each lane's oldest first.
@@ -335,7 +397,7 @@ mod tests {
 
     fn view(c: &Control, rank: u32, nranks: u32) -> Result<Control, SegmentError> {
         let fd = c.segment.fd().unwrap().try_clone_to_owned().unwrap();
-        Control::of_peer(Segment::from_peer(fd, CONTROL_BYTES as u64)?, rank, nranks)
+        Control::of_peer(Segment::from_peer(fd, c.segment.len() as u64)?, rank, nranks)
     }
 
     #[test]
@@ -402,7 +464,7 @@ mod tests {
         let owner = Owner { pid: 7, asymmetric: true, mark: mark.words() };
         let made = Control::create_for(1, 2, owner).unwrap();
         let fd = || made.segment.fd().unwrap().try_clone_to_owned().unwrap();
-        let segment = || Segment::adopt(fd(), CONTROL_BYTES as u64).unwrap();
+        let segment = || Segment::adopt(fd(), control_bytes(2) as u64).unwrap();
         let strange = Control::adopt(segment(), 1, 2, Mark::new().unwrap()).unwrap_err();
         assert!(strange.to_string().contains("for another process"), "{strange}");
         let own = Control::adopt(segment(), 1, 2, mark).unwrap();
@@ -427,7 +489,7 @@ mod tests {
         made.leave(RankState::Failed, "why", None);
         assert_eq!((made.counters(), made.records()), (Counters::default(), Vec::new()));
         assert_eq!(bytes(), BLOCK_BYTES);
-        let own = Control::adopt(Segment::adopt(fd(), CONTROL_BYTES as u64).unwrap(), 0, 1, mark).unwrap();
+        let own = Control::adopt(Segment::adopt(fd(), control_bytes(1) as u64).unwrap(), 0, 1, mark).unwrap();
         assert!(bytes() >= BLOCK_BYTES + STAGE_AT, "the client's first lane has its memory");
         drop(own);
     }
@@ -436,8 +498,33 @@ mod tests {
     fn a_foreign_block_is_refused() {
         let mine = Control::create(1, 2).unwrap();
         assert!(view(&mine, 0, 2).unwrap_err().to_string().contains("rank 1 of 2, expected rank 0 of 2"));
+        // One that says that it has more ranks has no room for their outboxes.
+        for nranks in [3, u64::from(u32::MAX)] {
+            mine.block().ident.0[ident::WHO].store(1 | nranks << 32, Ordering::Relaxed);
+            let e = view(&mine, 1, 2).unwrap_err().to_string();
+            assert!(e.contains(&format!("not what one of {nranks} ranks has")), "{e}");
+        }
         mine.block().ident.0[0].store(1, Ordering::Relaxed);
         assert!(view(&mine, 1, 2).unwrap_err().to_string().contains("magic"));
+    }
+
+    #[test]
+    fn outboxes_take_memory_one_by_one() {
+        let owner = Control::create(0, 3).unwrap();
+        let viewer = view(&owner, 0, 3).unwrap();
+        let bytes = || rustix::fs::fstat(owner.segment.fd().unwrap()).unwrap().st_blocks as usize * 512;
+        let before = bytes();
+        assert!(
+            (0..3).all(|to| !viewer.has_outbox(to)) && viewer.outbox(3).is_none() && !viewer.has_outbox(usize::MAX)
+        );
+        owner.open_outbox(2).unwrap();
+        assert!(viewer.has_outbox(2) && !viewer.has_outbox(1));
+        assert_eq!(bytes() - before, PAYLOADS_AT);
+        owner.commit_payload(2, 1).unwrap();
+        owner.commit_mail_stage(2).unwrap();
+        assert_eq!(bytes() - before, PAYLOADS_AT + EAGER_BYTES + 2 * MAIL_STAGE_BYTES);
+        let end = viewer.outbox(2).unwrap().half(1) as usize + MAIL_STAGE_BYTES;
+        assert_eq!(end, viewer.segment.base() as usize + control_bytes(3));
     }
 
     #[test]
@@ -507,6 +594,6 @@ mod tests {
         assert_eq!(lane.payload(5, SLOT_BYTES) as usize, record + 64);
         assert_eq!(lane.payload(LARGE_SLOTS as u64, SLOT_BYTES + 1), lane.stage(true, 1).wrapping_add(STAGE_BYTES));
         let end = lane.payload(LARGE_SLOTS as u64 - 1, LARGE_SLOT_BYTES) as usize + LARGE_SLOT_BYTES;
-        assert_eq!(end, c.segment.base() as usize + CONTROL_BYTES);
+        assert_eq!(end, c.segment.base() as usize + OUTBOXES_AT);
     }
 }

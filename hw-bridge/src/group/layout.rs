@@ -3,7 +3,10 @@
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 
 use super::flight::{self, Tally};
-use crate::limits::{INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES};
+use crate::limits::{
+    EAGER_BYTES, ENVELOPE_BYTES, ENVELOPES, INLINE_BYTES, LANES, LARGE_SLOT_BYTES, LARGE_SLOTS, MAIL_SLOTS,
+    MAIL_STAGE_BYTES, MAX_LOCAL_RANKS, REASON_BYTES, SLOT_BYTES, SLOTS, STAGE_BYTES,
+};
 use crate::os::bell::Bell;
 
 pub(super) const MAGIC: u64 = 0x316c_6363_776c_6377;
@@ -16,8 +19,19 @@ pub(super) const SLOTS_AT: usize = FLIGHT_AT + flight::RING_BYTES;
 pub(super) const STAGE_AT: usize = (SLOTS_AT + SLOTS * SLOT_STRIDE).next_multiple_of(4096);
 pub(super) const LARGE_AT: usize = STAGE_AT + 4 * STAGE_BYTES;
 pub(super) const LANE_BYTES: usize = LARGE_AT + LARGE_SLOTS * LARGE_SLOT_BYTES;
-/// Bytes of a control segment (address space; pages cost memory when touched).
-pub const CONTROL_BYTES: usize = BLOCK_BYTES + LANES * LANE_BYTES;
+/// In an outbox: where the envelopes, the payloads of the slots and the staging halves begin.
+pub(super) const ENVELOPES_AT: usize = 4096;
+pub(super) const PAYLOADS_AT: usize = (ENVELOPES_AT + ENVELOPES * size_of::<Envelope>()).next_multiple_of(4096);
+pub(super) const MAIL_STAGE_AT: usize = PAYLOADS_AT + MAIL_SLOTS * EAGER_BYTES;
+pub(super) const OUTBOX_BYTES: usize = MAIL_STAGE_AT + 2 * MAIL_STAGE_BYTES;
+/// Where the outboxes begin, one for each rank.
+pub(super) const OUTBOXES_AT: usize = BLOCK_BYTES + LANES * LANE_BYTES;
+
+/// Bytes of a control segment of one of `nranks` ranks (address space; pages cost memory when touched).
+pub const fn control_bytes(nranks: usize) -> usize {
+    OUTBOXES_AT + nranks * OUTBOX_BYTES
+}
+
 /// Name of a control segment's memfd: how `wccl top` finds those of other processes.
 pub const CONTROL_NAME: &str = "wccl-control";
 /// The step of an operation that its rank has finished.
@@ -36,6 +50,11 @@ pub(super) struct Block {
     pub(super) ident: Line<[AtomicU64; 16]>,
     pub(super) state: Line<StateLine>,
     pub(super) positions: Line<PositionsLine>,
+    /// Rung for whoever waits for a message, or for one to be taken.
+    pub(super) mail: Line<Bell>,
+    pub(super) mail_tally: Line<Tally>,
+    /// Bits of the ranks whose outboxes have memory.
+    pub(super) outboxes: Line<[AtomicU64; MAX_LOCAL_RANKS.div_ceil(64)]>,
 }
 
 /// Words of `Block::ident`.
@@ -96,5 +115,40 @@ pub(super) struct Record {
     pub(super) words: [AtomicU64; INLINE_BYTES / 8],
 }
 
+/// The first page of an outbox. The owner writes `filled`; `drained` and `taken` are its reader's.
+#[repr(C)]
+pub(super) struct OutboxHead {
+    /// The last envelope that was read.
+    pub(super) drained: Line<AtomicU64>,
+    /// `message << 24 | pieces` that lie, or have lain, in the staging halves.
+    pub(super) filled: Line<AtomicU64>,
+    /// The same of those that were read.
+    pub(super) taken: Line<AtomicU64>,
+    pub(super) slots: [MailSlot; MAIL_SLOTS],
+}
+
+/// A message that is on its way.
+#[repr(C, align(64))]
+pub(super) struct MailSlot {
+    /// `message << 3 | state`; both ends change it.
+    pub(super) state: AtomicU64,
+    /// Bytes that the reader has copied.
+    pub(super) moved: AtomicU64,
+}
+
+/// What is said of a message.
+#[repr(C, align(64))]
+pub(super) struct Envelope {
+    /// The number of the message; written last.
+    pub(super) seq: AtomicU64,
+    /// Tag, kind << 32, slot << 40.
+    pub(super) what: AtomicU64,
+    pub(super) len: AtomicU64,
+    pub(super) at: AtomicU64,
+    pub(super) payload: [AtomicU64; ENVELOPE_BYTES / 8],
+}
+
+const _: () =
+    assert!(size_of::<Envelope>() == 64 && size_of::<OutboxHead>() <= ENVELOPES_AT && OUTBOX_BYTES % 4096 == 0);
 const _: () = assert!(size_of::<Record>() == 64 && size_of::<Block>() <= BLOCK_BYTES);
 const _: () = assert!(size_of::<LaneHead>() <= FLIGHT_AT && LANE_BYTES % 4096 == 0 && SLOT_STRIDE % 128 == 0);

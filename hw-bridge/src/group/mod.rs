@@ -1,12 +1,13 @@
 //! The control channel of a communicator inside a server: arrivals, op headers, deaths, aborts.
 //!
 //! Every rank owns one *control segment* and maps those of its peers. Only the owner writes its block and its lanes;
-//! peers read them, and write nothing but its bells. The channel never passes through a plugin, so it works while a
+//! peers read them, and write nothing but its bells, and in the outbox for them what became of the messages there. The channel never passes through a plugin, so it works while a
 //! plugin hangs.
 //!
 //! ```text
 //! 0        ident | state + reason                            (one 4 KiB block)
 //! 4 KiB    lane 0 | lane 1 | ... LANES                       (lane 0: blocking calls; the others: streams)
+//!          outbox for rank 0 | for rank 1 | ... ranks        (messages to one rank; no memory until the first)
 //!
 //! lane     progress | bell | tally | flight records          (8 KiB, hot words on lines of their own)
 //!          slot 0 | slot 1 | ... SLOTS                       (a 64-byte record, then the payload)
@@ -20,6 +21,16 @@
 //! slot `sequence % SLOTS`; its tag is written last. A rank reuses a slot, or the place of a large payload, only after every
 //! linked peer is done with the operation it held.
 //!
+//! An outbox has nothing to do with lanes and operations: what two ranks say to one another there concerns no third
+//! ([`crate::p2p`] has the protocol).
+//!
+//! ```text
+//! outbox   head: drained | filled | taken | slots             (4 KiB)
+//!          envelope 0 | envelope 1 | ... ENVELOPES            (64 bytes each: tag, length, where the payload is)
+//!          payload 0 | payload 1 | ... MAIL_SLOTS             (EAGER_BYTES each, touched by small messages only)
+//!          half 0 | half 1                                    (MAIL_STAGE_BYTES each, touched where memory may not be read)
+//! ```
+//!
 //! What a peer writes is an allegation: headers are compared, offsets checked against the mapping, texts cleaned.
 //!
 //! | room | owns |
@@ -27,6 +38,7 @@
 //! | `layout` | where everything lies in a control segment |
 //! | `control` | one rank's segment: who it is, how it stands |
 //! | `lanes` | a lane of it: arrival records, payloads, progress |
+//! | `outbox` | messages to one rank: envelopes, payloads, what became of them |
 //! | `peers` | a linked peer; ending a communicator's operations |
 //! | [`flight`] | what a lane did: counters, the last operations |
 //! | [`ballot`] | one decision that several processes come to |
@@ -39,9 +51,18 @@ pub mod flight;
 #[expect(unsafe_code, reason = "mapped words that the ranks share")]
 mod lanes;
 mod layout;
+#[expect(unsafe_code, reason = "mapped words that the ranks share")]
+mod outbox;
 mod peers;
 
 pub use control::{Control, Owner, RankState};
 pub use lanes::{Aside, LaneView};
-pub use layout::{CONTROL_BYTES, CONTROL_NAME, NO_RANK, STEP_ARRIVED, STEP_DONE};
+pub use layout::{CONTROL_NAME, NO_RANK, STEP_ARRIVED, STEP_DONE, control_bytes};
+pub(crate) use outbox::{Envelope, Kind, Outbox, Standing};
 pub use peers::{Abort, Peer};
+
+/// Where a control segment says where its owner's mark is, and what the number there.
+#[cfg(test)]
+pub(crate) fn ident_of_mark() -> [usize; 2] {
+    layout::ident::MARK.map(|at| at * 8)
+}

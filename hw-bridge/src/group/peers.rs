@@ -69,6 +69,7 @@ impl Abort {
         for lane in 0..LANES {
             self.control.lane(lane).bell().ring();
         }
+        self.control.mail_bell().ring();
     }
 
     /// Whether the communicator is gone and only this handle keeps its segment.

@@ -46,7 +46,8 @@ impl Bell {
     /// again either way.
     pub(crate) fn sleep(&self, nap: Duration, ready: &mut impl FnMut() -> bool) -> bool {
         let before = self.rung.load(Ordering::SeqCst);
-        self.sleeping.store(1, Ordering::SeqCst);
+        // Several may sleep on one: threads of a rank that wait for messages, all who wait for a ballot.
+        self.sleeping.fetch_add(1, Ordering::SeqCst);
         heavy_fence();
         let mut whole = false;
         if !ready() {
@@ -55,7 +56,7 @@ impl Bell {
             let ended = futex::wait(&self.rung, futex::Flags::empty(), before, Some(&timeout));
             whole = ended == Err(rustix::io::Errno::TIMEDOUT);
         }
-        self.sleeping.store(0, Ordering::Relaxed);
+        self.sleeping.fetch_sub(1, Ordering::Relaxed);
         whole
     }
 }

@@ -7,12 +7,12 @@ use crate::memory::hbm::{Hbm, HbmBuf};
 /// This rank's buffer for one call: device memory (which peers reach) or private memory (which they do not).
 #[derive(Debug, Clone, Copy)]
 pub struct LocalMem<'a> {
-    pub(super) ptr: *mut u8,
-    pub(super) len: u64,
-    pub(super) writable: bool,
+    pub(crate) ptr: *mut u8,
+    pub(crate) len: u64,
+    pub(crate) writable: bool,
     /// Device memory: its offset in the arena, the arena, and the buffer it is a part of.
-    pub(super) hbm: Option<u64>,
-    pub(super) arena: *const u8,
+    pub(crate) hbm: Option<u64>,
+    pub(crate) arena: *const u8,
     pub(super) buf: Option<&'a HbmBuf>,
     /// The buffers an operation uses of a whole arena.
     pub(super) parts: &'a [&'a HbmBuf],

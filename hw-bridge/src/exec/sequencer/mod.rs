@@ -173,7 +173,7 @@ impl Endpoint {
     }
 
     #[inline]
-    fn peer(&self, rank: usize) -> Option<&Peer> {
+    pub(crate) fn peer(&self, rank: usize) -> Option<&Peer> {
         self.peers.get(rank).and_then(OnceLock::get)
     }
 
@@ -272,19 +272,38 @@ impl Endpoint {
         self.ring_all();
     }
 
-    /// Wakes every lane of every peer, and of this rank.
+    /// Wakes whoever waits, in every lane and for messages, of every peer and of this rank.
     fn ring_all(&self) {
         publish_fence(Fence::Full);
         for control in self.peer_controls().chain([&*self.control]) {
             for lane in 0..LANES {
                 control.lane(lane).bell().ring_if_sleeping();
             }
+            control.mail_bell().ring_if_sleeping();
         }
+    }
+
+    /// The fence between what is published and a look whether somebody sleeps.
+    #[inline]
+    pub(crate) fn publish_fence(&self) {
+        publish_fence(if self.fenced.load(Ordering::Relaxed) { Fence::Full } else { Fence::Light });
+    }
+
+    /// How a wait begins: soon asleep while other tenants are at work.
+    #[inline]
+    pub(crate) fn wait_policy(&self) -> WaitPolicy {
+        if self.share.crowded() { WaitPolicy::CROWDED } else { self.policy }
+    }
+
+    /// Whose turn it is to move bytes.
+    #[inline]
+    pub(crate) fn share(&self) -> &Share {
+        &self.share
     }
 
     #[inline]
     fn ring_lane(&self, lane: usize) {
-        publish_fence(if self.fenced.load(Ordering::Relaxed) { Fence::Full } else { Fence::Light });
+        self.publish_fence();
         for peer in self.linked_peers() {
             peer.control.lane(lane).bell().ring_if_sleeping();
         }

@@ -10,7 +10,7 @@ use crate::group::flight::State;
 use crate::group::{Aside, LaneView, NO_RANK, Peer, RankState, STEP_DONE};
 use crate::limits::{INLINE_BYTES, MAX_LOCAL_RANKS, NAP, SLOT_BYTES, SLOTS};
 use crate::memory::copy;
-use crate::os::bell::{self, WaitPolicy};
+use crate::os::bell;
 use crate::os::patience::Wait;
 
 /// How long a failed rank waits for peers that may still use its buffers.
@@ -311,8 +311,7 @@ impl Lane {
         self.mine().tally().wait();
         wait.deadline = None;
         let missing = |q: LaneView<'_>| !come(q);
-        let policy = if self.endpoint.share.crowded() { WaitPolicy::CROWDED } else { self.endpoint.policy };
-        bell::wait(self.mine().bell(), policy, || come(theirs), || self.check(wait, missing, peer))
+        bell::wait(self.mine().bell(), self.endpoint.wait_policy(), || come(theirs), || self.check(wait, missing, peer))
     }
 
     /// Fails if this rank was aborted, or another of its lanes has failed.
