@@ -88,5 +88,5 @@ pub const LINK_PLACES: usize = 64;
 pub const LINK_GRACE: Duration = Duration::from_millis(250);
 /// Lines a second that a socket's refusals may log: whoever finds the socket can cause one.
 pub const REFUSALS_LOGGED: u32 = 5;
-/// Grants one process keeps open: one for each (communicator, peer).
+/// Grants one process keeps open: two for each (communicator, peer), one of which the peer's plugin asks for and one the peer.
 pub const MAX_GRANTS: usize = 65_536;

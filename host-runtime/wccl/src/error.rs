@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use hw_bridge::exec::sequencer::OpError;
 use hw_bridge::memory::hbm::HbmError;
+use hw_bridge::memory::links::LinkError;
+use hw_bridge::p2p::P2pError;
 use sandbox::status::Status;
 
 /// What can go wrong with a plugin.
@@ -76,6 +78,19 @@ pub enum Error {
     /// An operation failed.
     #[error(transparent)]
     Op(#[from] OpError),
+    /// A message was not sent or received; the communicator is as it was, unless this says otherwise.
+    #[error(transparent)]
+    Message(P2pError),
+    /// Two ranks could not be linked that exchange messages.
+    #[error("rank {rank} could not be linked to rank {peer} for a message: {source}; the communicator is usable")]
+    Link {
+        /// This rank.
+        rank: usize,
+        /// The other one.
+        peer: usize,
+        /// Why.
+        source: LinkError,
+    },
     /// A limit of this process is too low for what was asked; the sentence names it, its value and the need.
     #[error("{0}")]
     Limit(String),
@@ -139,6 +154,14 @@ impl Error {
             Error::Op(OpError::Aborted { .. } | OpError::Broken { .. }) => Status::CLOSED,
             Error::Op(OpError::Stage { .. } | OpError::Slots { .. }) => Status::RESOURCE,
             Error::Op(_) => Status::EXEC_HW_ERR_COLLECTIVES,
+            Error::Message(P2pError::Timeout { .. }) => Status::TIMEOUT,
+            Error::Message(P2pError::Truncated { .. } | P2pError::NoRank { .. } | P2pError::Buffer { .. }) => {
+                Status::INVALID
+            }
+            Error::Message(P2pError::Stopped { .. }) => Status::CLOSED,
+            Error::Message(_) => Status::EXEC_HW_ERR_COLLECTIVES,
+            Error::Link { source: LinkError::Stopped | LinkError::Gone(_), .. } => Status::CLOSED,
+            Error::Link { .. } => Status::FAILURE,
             Error::Limit(_) | Error::Memory(_) | Error::System { .. } => Status::RESOURCE,
             Error::Forked { .. } => Status::INVALID,
             Error::Bug(_) => Status::FAILURE,
@@ -151,6 +174,16 @@ impl Error {
             Error::Op(e) => e.dead_rank(),
             Error::Connecting { source, .. } => source.dead_rank(),
             _ => None,
+        }
+    }
+}
+
+/// What collectives fail with too is the same error.
+impl From<P2pError> for Error {
+    fn from(e: P2pError) -> Error {
+        match e {
+            P2pError::Op(e) => Error::Op(e),
+            e => Error::Message(e),
         }
     }
 }

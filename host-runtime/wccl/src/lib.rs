@@ -17,6 +17,9 @@
 //! let mut stream = comm.stream(0)?;                           // in the background; the same stream on all ranks
 //! let pending = stream.all_reduce(x, Sum);                    // takes x; issuing never fails
 //! let x = pending.wait()?;                                    // gives x back, with an error too
+//!
+//! comm.send(1, 7, &[2.5f32; 4])?;                             // to rank 1, tag 7, without the other ranks
+//! let got = comm.recv(None, Some(7), &mut [0f32; 4])?;        // from any: got.from, got.len
 //! # Ok(())
 //! # }
 //! ```
@@ -59,9 +62,9 @@ pub mod swap;
 mod turns;
 
 pub use api::{
-    Buffer, BufferMut, Buffers, CommOptions, Communicator, Device, DeviceMemory, Element, Failed, Fp8E3, Fp8E4, Fp8E5,
-    Fp32r, Group, Io, OwnedReduction, Peers, Pending, Private, Progress, Raw, RawStream, Reduction, ReductionOf,
-    Runtime, Stream, Tensor, Within, groups,
+    Buffer, BufferMut, Buffers, CommOptions, Communicator, Delivered, Device, DeviceMemory, Element, Failed, Fp8E3,
+    Fp8E4, Fp8E5, Fp32r, Group, Io, Message, MessageBuffer, OwnedReduction, Payload, Peers, Pending, Private, Progress,
+    Raw, RawStream, Received, Reduction, ReductionOf, Room, Runtime, Stream, Tensor, Within, groups,
 };
 pub use config::RuntimeConfig;
 pub use enc;

@@ -7,7 +7,10 @@
 //! A plugin carries the 64 bytes, and may carry them anywhere. So whoever asks proves that it is the rank that the grant is
 //! for, of the very communicator: by a MAC with the group's key for links, which the hosts of a group have and no plugin
 //! ([`Edge`]). The owner proves the same of itself with its answer. A proof holds for one owner, one asker, one grant and
-//! one socket: who hears one cannot use it elsewhere. A pair can link later, without the others.
+//! one socket: who hears one cannot use it elsewhere.
+//!
+//! A pair can link later, without the others and without a plugin: what a rank hands to all at once is an *invitation*
+//! ([`LinkServer::invite`]), a record of no grant, out of which each of the others makes the record of the grant that is for it.
 //!
 //! ```text
 //! record    64   number 16 | zeros 16 | length of the name 1 | name
@@ -97,6 +100,18 @@ impl Edge {
         mac.update(number);
         mac.update(name);
         mac
+    }
+
+    /// The record of the grant that is for the asker, out of the owner's invitation.
+    ///
+    /// # Errors
+    /// [`LinkError::Malformed`] for an invitation that names no link server.
+    pub fn invited(&self, invitation: &[u8]) -> Result<[u8; IPC_BYTES], LinkError> {
+        let (number, name) = read_record(invitation)?;
+        let drawn = self.proof(b"invites", &number, name).finalize().into_bytes();
+        let mut number = [0; NUMBER_BYTES];
+        number.copy_from_slice(&drawn[..NUMBER_BYTES]);
+        Ok(record(&number, name))
     }
 
     /// What the asker says to the owner, whose record is `ipc`.
@@ -266,18 +281,40 @@ impl LinkServer {
 
     /// Makes `grant` available to its asker, who needs the returned 64 bytes for it.
     pub fn grant(&self, grant: LinkGrant) -> Result<[u8; IPC_BYTES], LinkError> {
-        let mut ipc = [0u8; IPC_BYTES];
+        let ipc = self.draw()?;
+        self.open(ipc, grant)?;
+        Ok(ipc)
+    }
+
+    /// An invitation: 64 bytes for all, out of which each asker makes the record of its grant ([`Edge::invited`]), which
+    /// [`LinkServer::grant_invited`] makes.
+    pub fn invite(&self) -> Result<[u8; IPC_BYTES], LinkError> {
+        self.draw()
+    }
+
+    /// As [`LinkServer::grant`], for an asker who has the invitation.
+    pub fn grant_invited(&self, invitation: &[u8; IPC_BYTES], grant: LinkGrant) -> Result<[u8; IPC_BYTES], LinkError> {
+        let ipc = grant.edge.invited(invitation)?;
+        self.open(ipc, grant)?;
+        Ok(ipc)
+    }
+
+    /// A record with a number that nobody had.
+    fn draw(&self) -> Result<[u8; IPC_BYTES], LinkError> {
         let number: [u8; NUMBER_BYTES] =
             random::bytes().map_err(sys("reading random bytes for the number of a link"))?;
-        ipc[..NUMBER_BYTES].copy_from_slice(&number);
-        ipc[32] = self.name.len() as u8;
-        ipc[33..33 + self.name.len()].copy_from_slice(&self.name);
+        Ok(record(&number, &self.name))
+    }
+
+    fn open(&self, ipc: [u8; IPC_BYTES], grant: LinkGrant) -> Result<(), LinkError> {
+        let mut number = [0u8; NUMBER_BYTES];
+        number.copy_from_slice(&ipc[..NUMBER_BYTES]);
         let mut grants = lock(&self.grants);
         if grants.len() >= MAX_GRANTS {
             return Err(LinkError::TooMany);
         }
         grants.insert(number, grant);
-        Ok(ipc)
+        Ok(())
     }
 
     /// Ends a grant; whoever already mapped the memory keeps it.
@@ -509,6 +546,15 @@ fn readable(
     }
 }
 
+/// A record of number and name; a name fits, as it was made or read.
+fn record(number: &[u8; NUMBER_BYTES], name: &[u8]) -> [u8; IPC_BYTES] {
+    let mut ipc = [0u8; IPC_BYTES];
+    ipc[..NUMBER_BYTES].copy_from_slice(number);
+    ipc[32] = name.len() as u8;
+    ipc[33..33 + name.len()].copy_from_slice(name);
+    ipc
+}
+
 /// Number and name in a record. These bytes came from a guest: they must not open a connection to something else than a link
 /// server.
 fn read_record(ipc: &[u8]) -> Result<([u8; NUMBER_BYTES], &[u8]), LinkError> {
@@ -727,6 +773,27 @@ mod tests {
     }
 
     /// An owner without the key cannot put its own memory in the place of a rank's.
+    /// All see the invitation; each makes its own record out of it, and none without the key.
+    #[test]
+    fn who_is_invited_links_without_the_others() {
+        let server = LinkServer::start().unwrap();
+        let invitation = server.invite().unwrap();
+        let other = LinkGrant { edge: Edge { asker: 2, ..edge(7) }, ..grant(7) };
+        let ipc = server.grant_invited(&invitation, grant(7)).unwrap();
+        server.grant_invited(&invitation, other.clone()).unwrap();
+        for e in [edge(7), other.edge] {
+            let m = connect(&e.invited(&invitation).unwrap(), &e, None, soon()).unwrap();
+            assert_eq!((m.rank, m.control.len()), (3, 4096));
+        }
+        assert!(connect(&invitation, &edge(7), None, soon()).is_err(), "it is no record");
+        let stranger = Edge { key: [8; 32], ..edge(7) };
+        assert!(connect(&stranger.invited(&invitation).unwrap(), &stranger, None, soon()).is_err());
+        assert!(connect(&ipc, &stranger, None, soon()).is_err());
+        server.revoke(&ipc);
+        assert!(connect(&ipc, &edge(7), None, soon()).is_err());
+        assert!(matches!(edge(7).invited(&[0; IPC_BYTES]), Err(LinkError::Malformed(_))));
+    }
+
     #[test]
     fn an_owner_that_is_no_host_of_the_communicator_is_not_believed() {
         let name = format!("wccl-{:024x}", std::process::id());

@@ -8,6 +8,7 @@ use crate::os::credentials::PeerPid;
 /// Why a message was not sent or received. Only [`P2pError::Stopped`] and what [`P2pError::Op`] says so of are about more than
 /// the one operation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum P2pError {
     /// The deadline passed; the operation was taken back.
     #[error("{what} was not done on rank {rank} within {after:?}: {last}; the communicator is usable")]

@@ -68,6 +68,7 @@ fn run() -> Result<()> {
         "outlive" => outlive(&mut comm),
         "shrink" => shrink(&mut comm),
         "floats" => floats(&mut comm),
+        "messages" => messages(&comm),
         _ => bail!("unknown mode `{mode}`"),
     }
 }
@@ -249,6 +250,38 @@ fn shrink(comm: &mut Communicator) -> Result<()> {
         }
     }
     bail!("no list of EXCLUDE led to a communicator")
+}
+
+/// Every rank sends to every other one and takes what comes; then the last rank waits to be killed, the first two are met by its
+/// death, and exchange messages after it.
+fn messages(comm: &Communicator) -> Result<()> {
+    const LEN: usize = 100_000;
+    let (rank, n) = (comm.rank(), comm.nranks());
+    let content = |from: usize| vec![from as u8 + 1; LEN];
+    let others = || (0..n).filter(move |p| *p != rank);
+    let sent: Vec<_> = others().map(|to| comm.isend(to, 1, content(rank))).collect::<Result<_, _>>()?;
+    let mut got = vec![0; LEN];
+    for _ in others() {
+        let from = comm.recv(None, Some(1), &mut got[..])?.from;
+        ensure!(got == content(from), "the message of rank {from} differs");
+    }
+    for s in sent {
+        s.wait().result?;
+    }
+    say("messages ok");
+    if rank > 1 {
+        for_ever();
+    }
+    let last = comm.irecv(Some(n - 1), None, vec![0; 8])?;
+    let e = last.wait().result.err().context("a message of a rank that sent none")?;
+    say(&format!("receive: {e}"));
+    let e = comm.send(n - 1, 2, &got[..]).err().context("a rank that has ended took a message")?;
+    say(&format!("send: {e}"));
+    comm.send(1 - rank, 3, &[rank as u8][..])?;
+    comm.recv(None, Some(3), &mut got[..])?;
+    ensure!(usize::from(got[0]) == 1 - rank, "another message");
+    say("the others go on");
+    Ok(())
 }
 
 fn loop_for_ever(comm: &mut Communicator) -> Result<()> {

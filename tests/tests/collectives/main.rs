@@ -9,6 +9,7 @@
 //! | `exact` | every type and size, bit for bit |
 //! | `floats` | floating-point states that programs change, and averages of large numbers |
 //! | `groups` | replica groups, split, shrink |
+//! | `messages` | messages between two ranks |
 //! | `streams` | operations in the background |
 //! | `typed` | typed buffers: each call against what it should give, in both memories and in the background |
 
@@ -22,5 +23,6 @@ mod end_to_end;
 mod exact;
 mod floats;
 mod groups;
+mod messages;
 mod streams;
 mod typed;

@@ -195,6 +195,28 @@ fn a_killed_rank_is_named_by_the_others_at_once() {
     }
 }
 
+/// The death of a rank ends the messages from and to it, at once and by its name, and no others.
+#[test]
+fn a_killed_rank_ends_its_own_messages_only() {
+    // The deadline is later than a line is waited for.
+    for direct in ["1", "0"] {
+        let mut ranks = start("messages", 4, &[("WCCL_TIMEOUT_MS", "600000"), ("WCCL_DIRECT", direct)]);
+        for r in &ranks {
+            assert_eq!((r.line().as_str(), r.line().as_str()), ("ready", "messages ok"));
+        }
+        let pid = ranks[3].child.id();
+        ranks[3].kill();
+        for (r, rank) in ranks[..2].iter().enumerate() {
+            for what in ["receive: receive #", "send: send #"] {
+                let said = rank.line();
+                let names = said.contains(&format!("rank 3 (pid {pid}) has left: process ended"));
+                assert!(said.starts_with(what) && names && said.contains(&format!("on rank {r}")), "{said}");
+            }
+            assert_eq!(rank.line(), "the others go on");
+        }
+    }
+}
+
 /// The survivors of a rank leave what each did last, that rank with them, and say of each how it stands.
 #[test]
 fn survivors_leave_the_flight_records_of_a_killed_rank() {

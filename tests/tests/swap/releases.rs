@@ -97,6 +97,55 @@ fn bootstrap_connections_survive_swaps_there_and_back() {
     }
 }
 
+/// Messages go on while a swap is made: they pass no gate, and every one arrives.
+#[test]
+fn messages_go_on_during_swaps() {
+    let n = 4;
+    let swaps = Arc::new(AtomicUsize::new(0));
+    world(n, &tenant("under-messages"), move |mut comm| {
+        let rank = comm.rank();
+        let (to, from) = ((rank + 1) % n, (rank + n - 1) % n);
+        comm.expand_connectivity().unwrap();
+        comm.barrier().unwrap();
+        let tenant = comm.runtime().config().tenant.clone();
+        std::thread::scope(|s| {
+            if rank == 0 {
+                let swaps = &swaps;
+                s.spawn(move || {
+                    for name in ["nccom-next", "nccom"] {
+                        let file = release(name);
+                        let order = Order {
+                            timeout: HANG,
+                            quiesce: HANG / 2,
+                            probation: Duration::ZERO,
+                            ..Order::transport(&tenant, &file)
+                        };
+                        committed(Some(coordinate(&order).unwrap()));
+                        swaps.fetch_add(1, Ordering::AcqRel);
+                    }
+                });
+            }
+            // Round and round, until rank 0 has seen both swaps and says so in its last message, which is handed on.
+            let (mut got, mut said, mut heard, mut round) = (vec![0; 20_000], false, false, 0u32);
+            while !said || !heard {
+                let len = [8, 4000, 20_000][round as usize % 3];
+                let sends = (!said).then(|| {
+                    said = heard || rank == 0 && swaps.load(Ordering::Acquire) == 2;
+                    comm.isend(to, u32::from(said), vec![round as u8; len]).unwrap()
+                });
+                if !heard {
+                    let r = comm.recv(Some(from), None, &mut got[..]).unwrap();
+                    assert!(r.len as usize == len && got[..len].iter().all(|b| *b == round as u8), "round {round}");
+                    heard = r.tag == 1;
+                }
+                sends.into_iter().for_each(|s| assert!(s.wait().result.is_ok()));
+                round += 1;
+            }
+        });
+        sum_of_ones(&mut comm);
+    });
+}
+
 /// Three swaps in a row without anything between them: what is parked is handed on as it is.
 #[test]
 fn parked_connections_are_handed_on_from_swap_to_swap() {

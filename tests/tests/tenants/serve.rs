@@ -239,6 +239,25 @@ fn a_client_killed_at_any_step_leaves_nothing_behind() {
     }
 }
 
+/// Messages between ranks that are no neighbours: each is linked by the service, which calls no component for it.
+#[test]
+fn served_processes_exchange_messages() {
+    let place = Place::new("messages", &[("red", &[0, 1, 2, 3, 4, 5], "")]);
+    let server = place.serve();
+    let mut ranks = place.ranks("red", "messages", 6, &[("WCCL_TIMEOUT_MS", "600000")]);
+    assert!(ranks.iter().all(|r| r.line() == "ready"));
+    let before = calls(&server, "red");
+    for r in &ranks {
+        assert_eq!(r.line(), "messages ok");
+    }
+    assert_eq!(calls(&server, "red"), before);
+    ranks[5].kill();
+    for r in &ranks[..2] {
+        let said = [r.line(), r.line(), r.line()];
+        assert!(said[0].contains("rank 5") && said[1].contains("rank 5") && said[2] == "the others go on", "{said:?}");
+    }
+}
+
 /// Split, shrink and streams, whose control calls go through the service.
 #[test]
 fn groups_and_streams_work_in_a_served_process() {

@@ -24,7 +24,7 @@ use crate::objects::{self, CommCore, CommunicatorObject, Connector, ConnectorObj
 use crate::status::Status;
 use crate::store::HostState;
 use hw_bridge::exec::sequencer::Endpoint;
-use hw_bridge::group::{Control, Peer};
+use hw_bridge::group::Control;
 use hw_bridge::os::bell::WaitPolicy;
 use hw_bridge::os::lock::lock;
 
@@ -174,20 +174,7 @@ impl links::Host for HostState {
         if !comm.linked(peer) {
             let deadline = self.real_deadline(deadline_ms);
             use hw_bridge::memory::links::LinkError;
-            let granted = hw_bridge::memory::links::request(
-                &ipc,
-                &comm.edge(peer, comm.rank),
-                Some(self.abort.event()),
-                deadline,
-            );
-            let linked = granted.and_then(|g| match comm.is_clients() {
-                true => {
-                    comm.pass(g);
-                    Ok(())
-                }
-                false => Peer::new(g.map()?, peer, comm.nranks).map(|p| comm.endpoint.link(p)).map_err(Into::into),
-            });
-            match linked {
+            match comm.link(peer, &ipc, self.abort.event(), deadline) {
                 Ok(()) => {}
                 Err(e) => {
                     // A peer that is gone is the same kind of failure whether a socket or a link tells.

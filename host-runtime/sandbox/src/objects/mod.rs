@@ -8,13 +8,14 @@ pub(crate) mod handshake;
 pub(crate) mod published;
 
 use std::collections::{HashMap, HashSet};
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use hw_bridge::exec::sequencer::Endpoint;
-use hw_bridge::group::Owner;
+use hw_bridge::group::{Owner, Peer};
 use hw_bridge::memory::hbm::Hbm;
-use hw_bridge::memory::links::{Edge, Granted, IPC_BYTES, LinkGrant};
+use hw_bridge::memory::links::{Edge, Granted, IPC_BYTES, LinkError, LinkGrant, request};
 use hw_bridge::model::{HostMem, IncrementRegister};
 use hw_bridge::proxy::Proxy;
 
@@ -124,6 +125,13 @@ struct Passed {
     waiting: Vec<Granted>,
 }
 
+/// What all ranks of a group were told, and the records of the grants that it stands for.
+#[derive(Debug)]
+struct Invited {
+    invitation: [u8; IPC_BYTES],
+    records: Vec<[u8; IPC_BYTES]>,
+}
+
 /// What of a communicator lives on the host: everything that must survive its plugin.
 #[derive(Debug)]
 pub struct CommCore {
@@ -147,6 +155,7 @@ pub struct CommCore {
     pub parked: Mutex<HashMap<u32, ParkedSocket>>,
     account: Account,
     grants: Mutex<HashMap<usize, [u8; IPC_BYTES]>>,
+    invited: Mutex<Option<Invited>>,
     client: Option<ClientProcess>,
     passed: Mutex<Passed>,
 }
@@ -175,6 +184,7 @@ impl CommCore {
             parked: Mutex::default(),
             account,
             grants: Mutex::default(),
+            invited: Mutex::default(),
             client,
             passed: Mutex::default(),
         })
@@ -196,7 +206,7 @@ impl CommCore {
     }
 
     /// Keeps a link for the client.
-    pub(crate) fn pass(&self, link: Granted) {
+    fn pass(&self, link: Granted) {
         let mut passed = lock(&self.passed);
         if passed.ranks.insert(link.rank as usize) {
             passed.waiting.push(link);
@@ -209,7 +219,7 @@ impl CommCore {
     }
 
     /// A link of its group, by which the rank `asker` maps the memory of the rank `owner`.
-    pub(crate) fn edge(&self, owner: usize, asker: usize) -> Edge {
+    fn edge(&self, owner: usize, asker: usize) -> Edge {
         // There are far fewer ranks than 2^32.
         Edge { tenant: self.account.tenant, key: self.key.links(), owner: owner as u32, asker: asker as u32 }
     }
@@ -225,19 +235,75 @@ impl CommCore {
         if let Some(ipc) = grants.get(&peer) {
             return Ok(*ipc);
         }
-        let (control, hbm) = (self.endpoint.control().segment().clone(), self.endpoint.hbm().segment().clone());
-        let client = self.client.as_ref().map(|c| c.pidfd.clone());
-        let grant = LinkGrant { edge: self.edge(self.rank, peer), control, hbm, client };
-        let ipc = self.account.links.grant(grant).map_err(|e| e.to_string())?;
+        let ipc = self.account.links.grant(self.grant(peer)).map_err(|e| e.to_string())?;
         grants.insert(peer, ipc);
         Ok(ipc)
+    }
+
+    /// What `peer` is granted.
+    fn grant(&self, peer: usize) -> LinkGrant {
+        let (control, hbm) = (self.endpoint.control().segment().clone(), self.endpoint.hbm().segment().clone());
+        let client = self.client.as_ref().map(|c| c.pidfd.clone());
+        LinkGrant { edge: self.edge(self.rank, peer), control, hbm, client }
+    }
+
+    /// The 64 bytes with which any other rank of the group, and nobody else, maps this rank's memory when it wants to
+    /// ([`CommCore::link_invited`]); the same ones each time.
+    ///
+    /// # Errors
+    /// [`LinkError::TooMany`], [`LinkError::System`].
+    pub fn invite(&self) -> Result<[u8; IPC_BYTES], LinkError> {
+        let mut invited = lock(&self.invited);
+        if let Some(made) = &*invited {
+            return Ok(made.invitation);
+        }
+        let invitation = self.account.links.invite()?;
+        let made = invited.insert(Invited { invitation, records: Vec::with_capacity(self.nranks) });
+        for peer in (0..self.nranks).filter(|p| *p != self.rank) {
+            made.records.push(self.account.links.grant_invited(&invitation, self.grant(peer))?);
+        }
+        Ok(invitation)
+    }
+
+    /// Maps the memory of rank `peer`, which has made this invitation, unless it is linked; or has it passed on to the
+    /// client. Ends at `until`, or with the communicator.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn link_invited(&self, peer: usize, invitation: &[u8], until: Instant) -> Result<(), LinkError> {
+        if peer >= self.nranks {
+            return Err(LinkError::Malformed("it is of a rank that does not exist"));
+        }
+        if self.linked(peer) {
+            return Ok(());
+        }
+        let record = self.edge(peer, self.rank).invited(invitation)?;
+        self.link(peer, &record, self.abort.event(), until)
+    }
+
+    /// Maps the memory of rank `peer` by its record. Ends at `until`, or when `stop` becomes readable.
+    pub(crate) fn link(
+        &self,
+        peer: usize,
+        record: &[u8],
+        stop: BorrowedFd<'_>,
+        until: Instant,
+    ) -> Result<(), LinkError> {
+        let granted = request(record, &self.edge(peer, self.rank), Some(stop), until)?;
+        if self.is_clients() {
+            self.pass(granted);
+        } else {
+            self.endpoint.link(Peer::new(granted.map()?, peer, self.nranks)?);
+        }
+        Ok(())
     }
 }
 
 impl Drop for CommCore {
     fn drop(&mut self) {
         self.account.counters.moved(self.endpoint.control().counters());
-        for ipc in lock(&self.grants).values() {
+        let invited = lock(&self.invited).take().map_or_else(Vec::new, |i| i.records);
+        for ipc in lock(&self.grants).values().chain(&invited) {
             self.account.links.revoke(ipc);
         }
     }

@@ -10,6 +10,7 @@ use hw_bridge::limits::LANES;
 use crate::api::collectives::Engine;
 use crate::api::groups::Groups;
 use crate::api::memory::DeviceMemory;
+use crate::api::messages::Messages;
 use crate::api::runtime::Runtime;
 use crate::api::streams::Stream;
 use crate::config::RuntimeConfig;
@@ -70,12 +71,13 @@ impl CommOptions {
 /// One rank's communicator. Collectives are called by all ranks in the same order; one at a time.
 #[derive(Debug)]
 pub struct Communicator {
-    plane: Arc<Seat>,
+    pub(super) plane: Arc<Seat>,
     pub(super) engine: Engine,
     /// Where this rank runs; its sub-groups run there too.
     pub(super) place: Place,
     /// Communicators made of it.
     pub(super) groups: Groups,
+    pub(super) messages: Messages,
 }
 
 /// A communicator or stream that has another deadline until this is dropped; made by [`Communicator::within`] and
@@ -171,8 +173,10 @@ impl Communicator {
             plane,
             place,
             groups: Groups::default(),
+            messages: Messages::default(),
         };
         made.groups.prepare(&made, &joining.rendezvous)?;
+        made.messages.prepare(&made)?;
         if o.graph {
             made.build_graph()?;
         }
@@ -351,7 +355,7 @@ impl Communicator {
     /// # Errors
     /// [`Error::Plugin`].
     pub fn bootstrap_send(&self, peer: i32, data: &[u8]) -> Result<(), Error> {
-        self.send(peer, data, Patience::Usual)
+        self.control_send(peer, data, Patience::Usual)
     }
 
     /// Receives a control message of exactly `bytes` (slot 12).
@@ -359,24 +363,24 @@ impl Communicator {
     /// # Errors
     /// [`Error::Plugin`].
     pub fn bootstrap_recv(&self, peer: i32, bytes: u64) -> Result<Vec<u8>, Error> {
-        self.receive(peer, bytes, Patience::Usual)
+        self.control_receive(peer, bytes, Patience::Usual)
     }
 
     /// As [`Communicator::bootstrap_send`], but no wait in it outlasts `until`.
     pub(super) fn bootstrap_send_until(&self, peer: i32, data: &[u8], until: Instant) -> Result<(), Error> {
-        self.send(peer, data, Patience::Waits(until))
+        self.control_send(peer, data, Patience::Waits(until))
     }
 
     /// As [`Communicator::bootstrap_recv`], but no wait in it outlasts `until`.
     pub(super) fn bootstrap_recv_until(&self, peer: i32, bytes: u64, until: Instant) -> Result<Vec<u8>, Error> {
-        self.receive(peer, bytes, Patience::Waits(until))
+        self.control_receive(peer, bytes, Patience::Waits(until))
     }
 
-    fn send(&self, peer: i32, data: &[u8], patience: Patience) -> Result<(), Error> {
+    fn control_send(&self, peer: i32, data: &[u8], patience: Patience) -> Result<(), Error> {
         self.plane.ask(Ask::Send { peer, data: data.to_vec() }, patience).map(|_| ())
     }
 
-    fn receive(&self, peer: i32, bytes: u64, patience: Patience) -> Result<Vec<u8>, Error> {
+    fn control_receive(&self, peer: i32, bytes: u64, patience: Patience) -> Result<Vec<u8>, Error> {
         match self.plane.ask(Ask::Receive { peer, bytes }, patience)? {
             Answer::Bytes(got) => exactly("neuronBootstrapRecv", got, bytes),
             other => Err(other.unexpected("a message")),
@@ -442,7 +446,7 @@ impl Communicator {
     /// [`Error::Memory`]; [`Error::Limit`] for more than the tenant's policy grants.
     pub fn allocate(&self, bytes: u64) -> Result<DeviceMemory, Error> {
         let found = self.core().endpoint.hbm().alloc(bytes);
-        Ok(DeviceMemory(self.runtime().tenant().may_allocate(bytes, found)?))
+        Ok(DeviceMemory(Arc::new(self.runtime().tenant().may_allocate(bytes, found)?)))
     }
 }
 

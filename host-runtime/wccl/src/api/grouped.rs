@@ -171,7 +171,7 @@ impl Engine {
         let schedule = self.group_schedule(words, &mut mine, &mut all);
         self.give_scratch(mine, all);
         let hbm = self.plane.core.endpoint.hbm().clone();
-        let tensors: Vec<&HbmBuf> = tensors.iter().map(|t| &t.0).collect();
+        let tensors: Vec<&HbmBuf> = tensors.iter().map(|t| &*t.0).collect();
         let arena = LocalMem::arena(&hbm, &tensors);
         self.execute(&*schedule?, arena, arena)
     }

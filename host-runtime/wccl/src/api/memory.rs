@@ -1,5 +1,7 @@
 //! Buffers of a collective in the dynamic form: bytes in device memory, or private memory of the process.
 
+use std::sync::Arc;
+
 use hw_bridge::call::Op;
 use hw_bridge::exec::sequencer::LocalMem;
 use hw_bridge::memory::hbm::HbmBuf;
@@ -11,7 +13,7 @@ use crate::error::Error;
 /// Peers read and write it while a collective that was given it runs, as a device would; reading it meanwhile gives
 /// whatever is there.
 #[derive(Debug)]
-pub struct DeviceMemory(pub(crate) HbmBuf);
+pub struct DeviceMemory(pub(crate) Arc<HbmBuf>);
 
 impl DeviceMemory {
     /// Bytes.

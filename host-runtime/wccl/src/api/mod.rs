@@ -10,6 +10,7 @@
 //! | `streams` | in the background |
 //! | `raw`, `memory` | both in the dynamic form, for bindings |
 //! | `collectives` | the engine under all of them |
+//! | `messages` | from one rank to another, without the others |
 //! | `grouped` | several sends and receives as one |
 //! | [`groups`] | communicators of some of the ranks |
 
@@ -20,6 +21,7 @@ mod element;
 mod grouped;
 pub mod groups;
 mod memory;
+mod messages;
 mod raw;
 mod runtime;
 mod streams;
@@ -31,7 +33,9 @@ pub use collectives::{OwnedReduction, Peers, Reduction, ReductionOf};
 pub use communicator::{CommOptions, Communicator, Within};
 pub use element::{Element, Fp8E3, Fp8E4, Fp8E5, Fp32r};
 pub use grouped::Group;
+pub use hw_bridge::p2p::Received;
 pub use memory::{DeviceMemory, Io};
+pub use messages::{Delivered, Message, MessageBuffer, Payload, Room};
 pub use raw::{Raw, RawStream};
 pub use runtime::Runtime;
 pub use streams::{Buffers, Failed, Pending, Progress, Stream};

@@ -25,7 +25,7 @@ use sandbox::policy::Network;
 use sandbox::store::Patience;
 
 /// Version of everything below [`Hello`].
-pub(crate) const PROTOCOL: u32 = 2;
+pub(crate) const PROTOCOL: u32 = 3;
 /// Links that go in one message, each with three descriptors.
 pub(crate) const LINKS_AT_ONCE: usize = 16;
 

@@ -79,8 +79,12 @@ pub(crate) enum Ask {
     Affinity { mask: Option<Vec<u64>>, core: i32 },
     /// Slot 20.
     RingConnector { channel: i32, is_send: bool },
-    /// What stopped the instance; no call of it.
+    /// What stopped the instance; no call of it, and neither are the next two.
     Stopped,
+    /// What any rank of the group can link this one by.
+    Invite,
+    /// Links the rank `peer`, which has made this invitation.
+    Link { peer: usize, invitation: Vec<u8> },
 }
 
 /// What a control call answers. Each [`Ask`] has its own form.

@@ -113,6 +113,7 @@ impl ControlPlane for Here {
                 Answer::Done
             }
             Ask::Stopped => Answer::Stopped(self.instance.stopped()),
+            Ask::Invite | Ask::Link { .. } => return Err(Error::Bug("the library was asked for a link".into())),
         })
     }
 

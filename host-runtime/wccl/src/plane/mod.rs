@@ -272,9 +272,22 @@ impl Plane {
         if hw_bridge::os::fork::in_child() {
             return Err(Error::Forked { what: format!("the communicator of rank {}", self.core.rank) });
         }
-        // Which is no call.
-        if let (Ask::Stopped, Some(here)) = (&ask, self.who().here()) {
-            return here.ask(ask, patience);
+        // Which are no calls: neither a swap nor another call is waited for.
+        let who = self.who();
+        match (&ask, who.here()) {
+            (Ask::Stopped, Some(here)) => return here.ask(ask, patience),
+            (Ask::Invite | Ask::Link { .. }, None) => return who.ask(ask, patience),
+            (Ask::Invite, Some(_)) => {
+                let invitation = self.core.invite().map_err(|e| Error::Limit(e.to_string()))?;
+                return Ok(Answer::Bytes(invitation.to_vec()));
+            }
+            (Ask::Link { peer, invitation }, Some(_)) => {
+                let until = patience.until().unwrap_or_else(|| Instant::now() + self.host.tenant.limits.entry);
+                let (rank, peer) = (self.core.rank, *peer);
+                self.core.link_invited(peer, invitation, until).map_err(|source| Error::Link { rank, peer, source })?;
+                return Ok(Answer::Done);
+            }
+            _ => {}
         }
         const ENTRY: &str = "an entry of the library";
         let begun = Instant::now();
