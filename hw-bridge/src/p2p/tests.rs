@@ -380,7 +380,7 @@ fn a_receive_from_any_rank_takes_them_in_turns() {
 fn a_peer_that_has_left_is_named_and_the_others_go_on() {
     let w = world(3);
     w[0].send(1, 1, LocalMem::input(&[9]), LONG).unwrap();
-    w[0].endpoint.control().leave(RankState::Failed, "no more");
+    w[0].endpoint.control().leave(RankState::Failed, "no more", None);
     // What it had sent before is there.
     let mut got = [0];
     w[1].recv(Some(0), None, LocalMem::output(&mut got), LONG).unwrap();
@@ -397,7 +397,7 @@ fn a_peer_that_has_left_is_named_and_the_others_go_on() {
         s.spawn(|| w[2].send(1, 8, LocalMem::input(&[4]), LONG).unwrap());
         assert_eq!(w[1].recv(None, None, LocalMem::output(&mut got), LONG).unwrap().from, 2);
     });
-    w[2].endpoint.control().leave(RankState::Closed, "");
+    w[2].endpoint.control().leave(RankState::Closed, "", None);
     let e = w[1].recv(None, None, LocalMem::output(&mut got), LONG).unwrap_err();
     assert!(matches!(e, P2pError::NobodyLeft { .. }) && e.to_string().contains("rank 2"), "{e}");
 }

@@ -10,6 +10,7 @@
 //! | `floats` | floating-point states that programs change, and averages of large numbers |
 //! | `groups` | replica groups, split, shrink |
 //! | `messages` | messages between two ranks |
+//! | `snippets` | the Rust of the docs, which is compiled here |
 //! | `streams` | operations in the background |
 //! | `typed` | typed buffers: each call against what it should give, in both memories and in the background |
 
@@ -24,5 +25,6 @@ mod exact;
 mod floats;
 mod groups;
 mod messages;
+mod snippets;
 mod streams;
 mod typed;

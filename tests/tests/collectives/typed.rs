@@ -296,3 +296,45 @@ fn an_aborted_operation_gives_its_buffers_back() {
         }
     });
 }
+
+/// A rank that has done its part leaves, however far behind the others are: whatever the last operation was, they still end it.
+#[test]
+fn a_rank_that_is_done_leaves_without_a_closing_barrier() {
+    type Last = fn(&mut Communicator, usize) -> Result<(), Error>;
+    const LAST: [(&str, Last); 9] = [
+        ("all_reduce", |c, len| c.all_reduce(&mut vec![1u32; len], Sum)),
+        ("all_reduce in device memory", |c, len| {
+            let mut x = c.tensor_from(&vec![1u32; len])?;
+            c.all_reduce(&mut x, Sum)
+        }),
+        ("broadcast", |c, len| c.broadcast(&mut vec![1u32; len], 0)),
+        ("reduce", |c, len| c.reduce(&mut vec![1u32; len], Sum, 0)),
+        ("all_gather", |c, len| c.all_gather(&vec![1u32; len]).map(drop)),
+        ("all_gather in device memory", |c, len| {
+            let x = c.tensor_from(&vec![1u32; len])?;
+            c.all_gather(&x).map(drop)
+        }),
+        ("gather", |c, len| c.gather(&vec![1u32; len], 1).map(drop)),
+        ("all_to_all", |c, len| c.all_to_all(&vec![1u32; len * c.nranks()]).map(drop)),
+        ("barrier", |c, _| c.barrier()),
+    ];
+    for n in [2, 4] {
+        for (name, last) in LAST {
+            for len in [1, 100_000] {
+                for late in [0, n - 1] {
+                    world(n, &config(), move |mut comm| {
+                        // All are connected, so that the last operation is no first one.
+                        comm.all_reduce(&mut [1u32; 3], Sum).unwrap();
+                        if comm.rank() == late {
+                            // Until nobody can go on without it.
+                            std::thread::sleep(std::time::Duration::from_millis(15));
+                        }
+                        let rank = comm.rank();
+                        last(&mut comm, len)
+                            .unwrap_or_else(|e| panic!("{name}, {len} elements, rank {rank} of {n}: {e}"));
+                    });
+                }
+            }
+        }
+    }
+}

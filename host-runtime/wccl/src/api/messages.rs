@@ -17,10 +17,11 @@ use hw_bridge::p2p::{self, Mailbox, Received, Request};
 use crate::api::buffer::{Buffer, BufferMut, View, ViewMut};
 use crate::api::communicator::Communicator;
 use crate::api::memory::DeviceMemory;
-use crate::plane::Seat;
-use crate::plane::ask::{Answer, Ask, Patience};
-use crate::plane::host::bad;
 use crate::error::Error;
+use crate::plane::Seat;
+use crate::plane::ask::{Answer, Ask};
+use crate::plane::host::bad;
+use sandbox::store::Patience;
 
 /// What is sent.
 #[derive(Debug, Clone, Copy)]
