@@ -31,7 +31,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::cmd::{bench, demo, info, plugin, run, serve, swap, tenant, top, worker};
 use crate::launch::guard;
-use crate::launch::launcher::{Failed, Interrupted};
+use crate::launch::launcher::{Interrupted, JobFailed};
 use crate::log::{LOG_FORMAT, LogFormat};
 use crate::usage::UsageError;
 
@@ -189,7 +189,7 @@ pub fn main() -> ExitCode {
                 return ExitCode::from(128 + i.signal.as_raw() as u8);
             }
             let usage = e.downcast_ref::<UsageError>().is_some();
-            let failed = e.downcast_ref::<Failed>().map_or(1, |f| f.code);
+            let failed = e.downcast_ref::<JobFailed>().map_or(1, |f| f.code);
             // Whoever reads our output went away: nothing is wrong here, and nobody is left to tell.
             let unread = e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
             if !unread {

@@ -60,7 +60,7 @@ struct Line {
 
 /// One line on stderr that says what is going on, shown only on a terminal and only after two seconds of one phase.
 #[derive(Debug)]
-pub struct Progress {
+pub struct ProgressLine {
     line: Arc<Mutex<Line>>,
     stop: Option<(Sender<()>, JoinHandle<()>)>,
 }
@@ -75,12 +75,12 @@ fn clear(line: &mut Line) {
     }
 }
 
-impl Progress {
+impl ProgressLine {
     /// Starts watching; `active` false makes it silent.
-    pub fn start(active: bool, phase: &str) -> Progress {
+    pub fn start(active: bool, phase: &str) -> ProgressLine {
         let line = Arc::new(Mutex::new(Line { phase: phase.to_string(), since: Instant::now(), shown: false }));
         if !active || !std::io::stderr().is_terminal() {
-            return Progress { line, stop: None };
+            return ProgressLine { line, stop: None };
         }
         let (stop, stopped) = channel();
         let shared = line.clone();
@@ -95,7 +95,7 @@ impl Progress {
             }
         });
         // Without the thread there is no progress line, which is no reason not to work.
-        Progress { line, stop: thread.ok().map(|t| (stop, t)) }
+        ProgressLine { line, stop: thread.ok().map(|t| (stop, t)) }
     }
 
     /// The next phase begins.
@@ -121,7 +121,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressLine {
     fn drop(&mut self) {
         if let Some((stop, thread)) = self.stop.take() {
             drop(stop);

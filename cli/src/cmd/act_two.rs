@@ -13,7 +13,7 @@ use wccl::error::{Error, PluginError};
 use wccl::{CommOptions, Runtime, RuntimeConfig};
 
 use crate::rank::load::{Load, Sum, lost_and_wrong, percentile_ms};
-use crate::term::Progress;
+use crate::term::ProgressLine;
 
 const RANKS: usize = 2;
 /// 64 KiB a message.
@@ -32,7 +32,7 @@ const CALL: Duration = Duration::from_millis(300);
 /// # Errors
 /// A tenant failed.
 pub fn run(plugin: Option<&Path>) -> anyhow::Result<bool> {
-    let progress = Progress::start(true, "two tenants under load");
+    let progress = ProgressLine::start(true, "two tenants under load");
     let say = |text: &str| progress.print(text);
     let mut config = RuntimeConfig::from_env()?;
     if let Some(plugin) = plugin {

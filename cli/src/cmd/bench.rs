@@ -17,7 +17,7 @@ use crate::rank::collective::{self, BufferMemory, RankBuffers};
 use crate::rank::measure::{self, Times, number};
 use crate::rank::member;
 use crate::size;
-use crate::term::{Paint, Progress};
+use crate::term::{Paint, ProgressLine};
 use crate::usage::UsageError;
 
 const EXAMPLES: &str = "\
@@ -245,7 +245,7 @@ fn room(bytes: u64, n: u64, memories: &[BufferMemory]) -> Result<(), String> {
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let paint = Paint::stdout();
-    let progress = Progress::start(first, "loading the plugin and joining the group");
+    let progress = ProgressLine::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
     let mut m = member::join(rank, n)?;
 

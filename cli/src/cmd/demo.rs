@@ -14,7 +14,7 @@ use crate::rank::collective::{self, BufferMemory, Case, RankBuffers};
 use crate::rank::measure::{self, number};
 use crate::rank::member;
 use crate::rank::member::JoinedRank;
-use crate::term::{self, Paint, Progress};
+use crate::term::{self, Paint, ProgressLine};
 
 /// Time of the timed calls of one row.
 const ROW: Duration = Duration::from_millis(60);
@@ -72,7 +72,7 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
 pub fn work(_: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
     let paint = Paint::stdout();
-    let progress = Progress::start(first, "loading the plugin and joining the group");
+    let progress = ProgressLine::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
     let mut m = member::join(rank, n)?;
     if first {

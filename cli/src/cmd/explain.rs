@@ -16,7 +16,7 @@ use crate::cmd::sweep::Sweep;
 use crate::rank::collective::{BufferMemory, Case};
 use crate::rank::member;
 use crate::size;
-use crate::term::Progress;
+use crate::term::ProgressLine;
 
 /// What a rank needs to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -180,7 +180,7 @@ fn listed(rings: &[Vec<usize>]) -> Vec<String> {
 /// Joining failed, or a schedule does not compile.
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
-    let progress = Progress::start(first, "loading the plugin and joining the group");
+    let progress = ProgressLine::start(first, "loading the plugin and joining the group");
     let mut m = member::join(rank, n)?;
     // All are linked now, and have agreed on what the choice goes by.
     m.comm.barrier()?;

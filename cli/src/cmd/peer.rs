@@ -14,7 +14,7 @@ use wccl::{Communicator, DataType, ReduceOp};
 use crate::rank::collective::{self, BufferMemory, Case, RankBuffers};
 use crate::rank::{measure, member};
 use crate::size;
-use crate::term::Progress;
+use crate::term::ProgressLine;
 use crate::usage::UsageError;
 
 /// The collectives of a comparison, and the names they have in its lines.
@@ -123,7 +123,7 @@ fn name(op: Op) -> Option<&'static str> {
 /// Joining or a collective failed, or a result was wrong.
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
-    let progress = Progress::start(first, "loading the plugin and joining the group");
+    let progress = ProgressLine::start(first, "loading the plugin and joining the group");
     let mut m = member::join(rank, n)?;
     let case = |op, bytes: u64| {
         // Every rank moves one float at least.

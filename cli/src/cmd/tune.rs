@@ -26,7 +26,7 @@ use crate::rank::collective::{BufferMemory, Case, RankBuffers};
 use crate::rank::measure::{self, number};
 use crate::rank::member;
 use crate::size;
-use crate::term::{self, Progress};
+use crate::term::{self, ProgressLine};
 use crate::usage::UsageError;
 
 /// Share of the time that another algorithm must save before it is taken.
@@ -178,7 +178,7 @@ fn median(times: &mut [f64]) -> f64 {
 /// Joining or a collective failed, a result was wrong, or the rows cannot be written.
 pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let first = rank == 0;
-    let progress = Progress::start(first, "loading the plugin and joining the group");
+    let progress = ProgressLine::start(first, "loading the plugin and joining the group");
     let say = |text: &str| if first { progress.print(text) } else { Ok(()) };
     // What is measured is all algorithms, whatever the environment prefers.
     let config = RuntimeConfig { algorithm: None, one_hop_max: None, table: None, ..RuntimeConfig::from_env()? };

@@ -54,19 +54,19 @@ pub struct Launch {
 
 /// A rank failed: the exit code that says so, and the sentence.
 #[derive(Debug)]
-pub struct Failed {
+pub struct JobFailed {
     /// The rank's exit code, or 128 and the signal that ended it.
     pub code: u8,
     what: String,
 }
 
-impl std::fmt::Display for Failed {
+impl std::fmt::Display for JobFailed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.what)
     }
 }
 
-impl std::error::Error for Failed {}
+impl std::error::Error for JobFailed {}
 
 /// This program was asked to end by a signal, and has ended its ranks.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ impl Launch {
     /// Runs the group to its end.
     ///
     /// # Errors
-    /// The program cannot be started; a rank failed ([`Failed`]: the sentence names it); a signal ended it ([`Interrupted`]).
+    /// The program cannot be started; a rank failed ([`JobFailed`]: the sentence names it); a signal ended it ([`Interrupted`]).
     pub fn run(&self) -> anyhow::Result<()> {
         let taken: Vec<Signal> = HANDED_ON.into_iter().filter(|s| !is_ignored(*s)).chain([Signal::CHILD]).collect();
         // Before the threads that print.
@@ -416,7 +416,7 @@ impl Watch<'_> {
                 tracing::warn!("{what}");
                 Ok(())
             }
-            (None, Some((code, what))) => Err(Failed { code, what }.into()),
+            (None, Some((code, what))) => Err(JobFailed { code, what }.into()),
             (None, None) => Ok(()),
         }
     }

@@ -62,9 +62,9 @@ pub mod swap;
 mod turns;
 
 pub use api::{
-    Buffer, BufferMut, Buffers, CommOptions, Communicator, Delivered, Device, DeviceMemory, Element, Failed, Fp8E3,
-    Fp8E4, Fp8E5, Fp32r, Group, Io, Message, MessageBuffer, OwnedReduction, Payload, Peers, Pending, Private, Progress,
-    Raw, RawStream, Received, Reduction, ReductionOf, Room, Runtime, Stream, Tensor, Within, groups,
+    Buffer, BufferMut, Buffers, CommOptions, Communicator, Delivered, DeviceMemory, Element, Failed, Fp8E3, Fp8E4,
+    Fp8E5, Fp32r, Group, InProcess, Io, Message, MessageBuffer, OnDevice, OwnedReduction, Payload, Peers, Pending,
+    Progress, Raw, RawStream, Received, Reduction, ReductionOf, Room, Runtime, Stream, Tensor, Within, groups,
 };
 pub use config::RuntimeConfig;
 pub use enc;

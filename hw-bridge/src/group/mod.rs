@@ -58,7 +58,7 @@ mod peers;
 pub use control::{Control, Owner, RankState};
 pub use lanes::{Aside, LaneView};
 pub use layout::{CONTROL_NAME, NO_RANK, STEP_ARRIVED, STEP_DONE, control_bytes};
-pub(crate) use outbox::{Envelope, Kind, Outbox, Standing};
+pub(crate) use outbox::{Envelope, Outbox, SlotKind, SlotStanding};
 pub use peers::{Abort, Peer};
 
 /// Where a control segment says where its owner's mark is, and what the number there.

@@ -13,7 +13,7 @@ use crate::limits::{EAGER_BYTES, ENVELOPE_BYTES, ENVELOPES, MAIL_SLOTS, MAIL_STA
 /// How a message that has a slot stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
-pub(crate) enum Standing {
+pub(crate) enum SlotStanding {
     /// It waits for a receive.
     Open = 1,
     /// A receive has it, and reads it from where it lies, or will have it staged.
@@ -29,7 +29,7 @@ pub(crate) enum Standing {
 /// Where the payload of a message is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Kind {
+pub(crate) enum SlotKind {
     /// In the envelope.
     Inline = 1,
     /// In the slot.
@@ -46,7 +46,7 @@ pub(crate) enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Envelope {
     pub tag: u32,
-    pub kind: Kind,
+    pub kind: SlotKind,
     /// Its slot; of no use to one that is inline.
     pub slot: usize,
     pub len: u64,
@@ -99,7 +99,7 @@ impl<'a> Outbox<'a> {
         w.what.store(what, Ordering::Relaxed);
         w.len.store(e.len, Ordering::Relaxed);
         w.at.store(e.at, Ordering::Relaxed);
-        if e.kind == Kind::Inline {
+        if e.kind == SlotKind::Inline {
             for (to, from) in w.payload.iter().zip(e.payload.as_chunks::<8>().0) {
                 to.store(u64::from_ne_bytes(*from), Ordering::Relaxed);
             }
@@ -117,11 +117,11 @@ impl<'a> Outbox<'a> {
         let (what, len, at) =
             (w.what.load(Ordering::Relaxed), w.len.load(Ordering::Relaxed), w.at.load(Ordering::Relaxed));
         let (kind, most) = match what >> 32 & 0xFF {
-            1 => (Kind::Inline, ENVELOPE_BYTES as u64),
-            2 => (Kind::Eager, EAGER_BYTES as u64),
-            3 => (Kind::Device, i64::MAX as u64),
-            4 => (Kind::Private, i64::MAX as u64),
-            5 => (Kind::Staged, i64::MAX as u64),
+            1 => (SlotKind::Inline, ENVELOPE_BYTES as u64),
+            2 => (SlotKind::Eager, EAGER_BYTES as u64),
+            3 => (SlotKind::Device, i64::MAX as u64),
+            4 => (SlotKind::Private, i64::MAX as u64),
+            5 => (SlotKind::Staged, i64::MAX as u64),
             _ => return Some(Err(Corrupt)),
         };
         let slot = (what >> 40) as usize;
@@ -129,7 +129,7 @@ impl<'a> Outbox<'a> {
             return Some(Err(Corrupt));
         }
         let mut payload = [0; ENVELOPE_BYTES];
-        if kind == Kind::Inline {
+        if kind == SlotKind::Inline {
             for (to, from) in payload.as_chunks_mut::<8>().0.iter_mut().zip(&w.payload) {
                 *to = from.load(Ordering::Relaxed).to_ne_bytes();
             }
@@ -156,14 +156,14 @@ impl<'a> Outbox<'a> {
 
     /// How message `seq` stands, which has this slot; `None` if the slot says nothing of it.
     #[inline]
-    pub(crate) fn standing(&self, slot: usize, seq: u64) -> Option<Standing> {
+    pub(crate) fn standing(&self, slot: usize, seq: u64) -> Option<SlotStanding> {
         let word = self.slot(slot).state.load(Ordering::Acquire);
         (word >> STATE_BITS == seq).then_some(match word & 7 {
-            1 => Standing::Open,
-            2 => Standing::Taken,
-            3 => Standing::Staging,
-            4 => Standing::Done,
-            _ => Standing::Withdrawn,
+            1 => SlotStanding::Open,
+            2 => SlotStanding::Taken,
+            3 => SlotStanding::Staging,
+            4 => SlotStanding::Done,
+            _ => SlotStanding::Withdrawn,
         })
     }
 
@@ -171,14 +171,14 @@ impl<'a> Outbox<'a> {
     #[inline]
     pub(crate) fn assign(&self, slot: usize, seq: u64) {
         self.slot(slot).moved.store(0, Ordering::Relaxed);
-        self.slot(slot).state.store(seq << STATE_BITS | Standing::Open as u64, Ordering::Relaxed);
+        self.slot(slot).state.store(seq << STATE_BITS | SlotStanding::Open as u64, Ordering::Relaxed);
     }
 
     /// Has message `seq` stand otherwise, if it stands as `from` says: whether it did. What was read of the payload before is
     /// read before the other end sees it.
     #[inline]
-    pub(crate) fn turn(&self, slot: usize, seq: u64, from: Standing, to: Standing) -> bool {
-        let word = |s: Standing| seq << STATE_BITS | s as u64;
+    pub(crate) fn turn(&self, slot: usize, seq: u64, from: SlotStanding, to: SlotStanding) -> bool {
+        let word = |s: SlotStanding| seq << STATE_BITS | s as u64;
         let state = &self.slot(slot).state;
         state.compare_exchange(word(from), word(to), Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -241,16 +241,16 @@ mod tests {
         owner.open_outbox(1).unwrap();
         let outbox = owner.outbox(1).unwrap();
         let payload = std::array::from_fn(|i| i as u8);
-        let e = Envelope { tag: u32::MAX, kind: Kind::Inline, slot: 3, len: 32, at: 9, payload };
+        let e = Envelope { tag: u32::MAX, kind: SlotKind::Inline, slot: 3, len: 32, at: 9, payload };
         assert_eq!(outbox.envelope(1), None);
         outbox.publish(1, &e);
         assert_eq!(outbox.envelope(1), Some(Ok(e)));
         assert_eq!(outbox.envelope(1 + ENVELOPES as u64), None);
         for (kind, slot, len) in [
-            (Kind::Inline, 0, ENVELOPE_BYTES as u64 + 1),
-            (Kind::Eager, 0, EAGER_BYTES as u64 + 1),
-            (Kind::Device, MAIL_SLOTS, 1),
-            (Kind::Private, 0, u64::MAX),
+            (SlotKind::Inline, 0, ENVELOPE_BYTES as u64 + 1),
+            (SlotKind::Eager, 0, EAGER_BYTES as u64 + 1),
+            (SlotKind::Device, MAIL_SLOTS, 1),
+            (SlotKind::Private, 0, u64::MAX),
         ] {
             outbox.publish(2, &Envelope { kind, slot, len, ..e });
             assert_eq!(outbox.envelope(2), Some(Err(Corrupt)), "{kind:?}");
@@ -270,19 +270,19 @@ mod tests {
             outbox().assign(5, seq);
             let (done, withdrawn) = std::thread::scope(|s| {
                 let reader = s.spawn(|| {
-                    outbox().turn(5, seq, Standing::Open, Standing::Taken)
-                        && outbox().turn(5, seq, Standing::Taken, Standing::Done)
+                    outbox().turn(5, seq, SlotStanding::Open, SlotStanding::Taken)
+                        && outbox().turn(5, seq, SlotStanding::Taken, SlotStanding::Done)
                 });
-                let from = [Standing::Open, Standing::Taken];
-                let withdrawn = from.into_iter().any(|from| outbox().turn(5, seq, from, Standing::Withdrawn));
+                let from = [SlotStanding::Open, SlotStanding::Taken];
+                let withdrawn = from.into_iter().any(|from| outbox().turn(5, seq, from, SlotStanding::Withdrawn));
                 (reader.join().unwrap(), withdrawn)
             });
             // A sender that looks at the wrong moments twice has another look to take.
             let stands = outbox().standing(5, seq);
             assert!(!(done && withdrawn), "{stands:?}");
-            assert_eq!(withdrawn, stands == Some(Standing::Withdrawn));
+            assert_eq!(withdrawn, stands == Some(SlotStanding::Withdrawn));
             assert_eq!(outbox().standing(5, seq + 1), None);
-            assert!(!outbox().turn(5, seq + 1, Standing::Open, Standing::Taken));
+            assert!(!outbox().turn(5, seq + 1, SlotStanding::Open, SlotStanding::Taken));
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use super::matching::{Id, Matched};
 use super::{Mailbox, OpError};
 use crate::exec::sequencer::LocalMem;
-use crate::group::{Envelope, Kind};
+use crate::group::{Envelope, SlotKind};
 use crate::limits::{EAGER_BYTES, ENVELOPE_BYTES, MAIL_STAGE_BYTES, STREAM_BYTES};
 use crate::memory::copy;
 
@@ -105,10 +105,10 @@ impl Mailbox {
     /// has room for it.
     pub(super) fn take_out(&self, memory: &Memory, from: usize, e: &Envelope) {
         debug_assert!(e.len <= memory.len);
-        let most = if e.kind == Kind::Inline { ENVELOPE_BYTES } else { EAGER_BYTES };
+        let most = if e.kind == SlotKind::Inline { ENVELOPE_BYTES } else { EAGER_BYTES };
         let len = e.len.min(memory.len).min(most as u64) as usize;
         let src = match e.kind {
-            Kind::Inline => e.payload.as_ptr(),
+            SlotKind::Inline => e.payload.as_ptr(),
             _ => match self.from(from) {
                 Some(outbox) => outbox.payload(e.slot).cast_const(),
                 None => return,
@@ -160,7 +160,7 @@ impl Mailbox {
             moved += len as u64;
             outbox.set_moved(e.slot, moved);
         };
-        if e.kind == Kind::Device {
+        if e.kind == SlotKind::Device {
             let Some(src) = end.hbm.at(e.at, e.len) else { return End::Outside };
             let (own, streaming) = (m.from == self.endpoint.rank(), e.len >= STREAM_BYTES);
             return self.stretch(e.len, |at, len| {

@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use super::copies::{End, Job, Memory, Work, piece_bytes};
-use super::{Buffer, Mailbox, P2pError, Received};
+use super::{Mailbox, Owned, P2pError, Received};
 use crate::exec::sequencer::OpError;
-use crate::group::{Envelope, Kind, Standing};
+use crate::group::{Envelope, SlotKind, SlotStanding};
 use crate::limits::{EAGER_BYTES, ENVELOPE_BYTES, ENVELOPES, MAIL_SLOTS, MAIL_STAGE_BYTES, UNEXPECTED};
 use crate::memory::segment::SegmentError;
 
@@ -24,7 +24,7 @@ pub(super) struct Operation {
     tag: Option<u32>,
     memory: Memory,
     /// What keeps the memory, where that is not a caller who waits.
-    pub(super) owned: Option<Buffer>,
+    pub(super) owned: Option<Owned>,
     /// Nobody will ask for its result.
     pub(super) detached: bool,
     pub(super) stage: Stage,
@@ -224,7 +224,7 @@ impl State {
     }
 
     /// Takes an operation out that is done, or was taken back: its result if it has one, and what kept its memory.
-    pub(super) fn remove(&mut self, id: Id) -> (Option<Result<Received, P2pError>>, Option<Buffer>) {
+    pub(super) fn remove(&mut self, id: Id) -> (Option<Result<Received, P2pError>>, Option<Owned>) {
         let Some(op) = self.operations.get_mut(id).and_then(Option::take) else { return (None, None) };
         self.free.push(id);
         let result = match op.stage {
@@ -351,24 +351,24 @@ impl Mailbox {
         }
         let len = op.memory.len;
         let (kind, at) = match op.memory.device {
-            _ if len <= ENVELOPE_BYTES as u64 => (Kind::Inline, 0),
-            _ if len <= EAGER_BYTES as u64 => (Kind::Eager, 0),
-            Some(offset) => (Kind::Device, offset),
-            None if self.direct => (Kind::Private, op.memory.address()),
-            None => (Kind::Staged, 0),
+            _ if len <= ENVELOPE_BYTES as u64 => (SlotKind::Inline, 0),
+            _ if len <= EAGER_BYTES as u64 => (SlotKind::Eager, 0),
+            Some(offset) => (SlotKind::Device, offset),
+            None if self.direct => (SlotKind::Private, op.memory.address()),
+            None => (SlotKind::Staged, 0),
         };
         let mut envelope = Envelope { tag: op.tag.unwrap_or(0), kind, slot: 0, len, at, payload: [0; ENVELOPE_BYTES] };
-        if kind == Kind::Inline {
+        if kind == SlotKind::Inline {
             self.enclose(&op.memory, &mut envelope);
         } else {
             let free = |k: &usize| match out.slots[*k] {
                 Held::Free => true,
-                Held::Eager(seq) => outbox.standing(*k, seq) != Some(Standing::Open),
+                Held::Eager(seq) => outbox.standing(*k, seq) != Some(SlotStanding::Open),
                 Held::Operation => false,
             };
             let Some(slot) = (0..MAIL_SLOTS).find(free) else { return Ok(false) };
             envelope.slot = slot;
-            if kind == Kind::Eager {
+            if kind == SlotKind::Eager {
                 if out.committed >> slot & 1 == 0 {
                     control.commit_payload(to, slot)?;
                     out.committed |= 1 << slot;
@@ -382,7 +382,7 @@ impl Mailbox {
         }
         outbox.publish(seq, &envelope);
         out.sent = seq;
-        if matches!(kind, Kind::Inline | Kind::Eager) {
+        if matches!(kind, SlotKind::Inline | SlotKind::Eager) {
             self.done(st, id, Ok(Received { from: to, tag: envelope.tag, len }));
         } else {
             st.set_stage(id, Stage::Sent { slot: envelope.slot, seq });
@@ -444,18 +444,18 @@ impl Mailbox {
         let Some(outbox) = self.to(to) else { return };
         let mine = st.outbound[to].staging.filter(|(who, _)| *who == id).map(|(_, filled)| filled);
         match outbox.standing(slot, seq) {
-            Some(Standing::Done) => {
+            Some(SlotStanding::Done) => {
                 self.release(st, id, to, slot);
                 self.done(st, id, Ok(Received { from: to, tag, len }));
             }
-            Some(Standing::Open | Standing::Taken) => {
+            Some(SlotStanding::Open | SlotStanding::Taken) => {
                 if mine.is_some() {
                     // It was given back, and begins anew for the next receive.
                     outbox.set_filled(seq, 0);
                     st.outbound[to].staging = None;
                 }
             }
-            Some(Standing::Staging) => {
+            Some(SlotStanding::Staging) => {
                 let filled = match (mine, st.outbound[to].staging) {
                     (Some(filled), _) => filled,
                     // The one before has been read, and is not looked after yet.
@@ -481,7 +481,7 @@ impl Mailbox {
                     self.employ(st, id, work);
                 }
             }
-            Some(Standing::Withdrawn) | None => {
+            Some(SlotStanding::Withdrawn) | None => {
                 self.release(st, id, to, slot);
                 self.bad_peer(st, id, to, "wrote over the slot of the message");
             }
@@ -559,15 +559,15 @@ impl Mailbox {
         let Envelope { tag, kind, slot, len, .. } = envelope;
         let any = op.peer.is_none();
         let have = op.memory.len;
-        let inline = kind == Kind::Inline;
+        let inline = kind == SlotKind::Inline;
         let fits = len <= have;
-        if !fits || inline || kind == Kind::Eager {
+        if !fits || inline || kind == SlotKind::Eager {
             if fits {
                 self.take_out(&op.memory, from, &envelope);
             }
             let what = if fits { String::new() } else { op.to_string() };
             if !inline {
-                if !outbox.turn(slot, seq, Standing::Open, Standing::Done) {
+                if !outbox.turn(slot, seq, SlotStanding::Open, SlotStanding::Done) {
                     return false;
                 }
                 self.ring(from);
@@ -579,12 +579,12 @@ impl Mailbox {
             };
             self.done(st, id, result);
         } else {
-            if !outbox.turn(slot, seq, Standing::Open, Standing::Taken) {
+            if !outbox.turn(slot, seq, SlotStanding::Open, SlotStanding::Taken) {
                 return false;
             }
             let matched = Matched { from, seq, envelope, asked: false, pieces: 0 };
             let inbound = &mut st.inbound[from];
-            if kind == Kind::Staged || kind == Kind::Private && (inbound.unreadable || !self.direct) {
+            if kind == SlotKind::Staged || kind == SlotKind::Private && (inbound.unreadable || !self.direct) {
                 inbound.staging.push_back(id);
                 st.set_stage(id, Stage::Staged(matched));
                 self.staged(st, from);
@@ -608,19 +608,19 @@ impl Mailbox {
                 // Whoever had it before gave it back, and its sender is to see that first.
                 if outbox.filled(seq) == 0 {
                     outbox.set_taken(seq, 0);
-                    if outbox.turn(slot, seq, Standing::Taken, Standing::Staging) {
+                    if outbox.turn(slot, seq, SlotStanding::Taken, SlotStanding::Staging) {
                         m.asked = true;
                         self.ring(p);
                         return;
                     }
-                } else if outbox.standing(slot, seq) == Some(Standing::Taken) {
+                } else if outbox.standing(slot, seq) == Some(SlotStanding::Taken) {
                     return;
                 }
             } else if outbox.filled(seq) > m.pieces {
                 let work = Work::Drain(*m);
                 self.employ(st, id, work);
                 return;
-            } else if outbox.standing(slot, seq) == Some(Standing::Staging) {
+            } else if outbox.standing(slot, seq) == Some(SlotStanding::Staging) {
                 return;
             }
             // Its sender has taken it back.
@@ -663,7 +663,7 @@ impl Mailbox {
             }
             (Work::Whole(m), End::Copied) => {
                 tally.copied(m.envelope.len);
-                self.received(st, id, &m, Standing::Taken);
+                self.received(st, id, &m, SlotStanding::Taken);
             }
             (Work::Drain(m), End::Copied) => {
                 let Some(outbox) = self.from(m.from) else { return };
@@ -675,7 +675,7 @@ impl Mailbox {
                 let m = Matched { pieces: m.pieces + 1, ..m };
                 if piece_bytes(m.envelope.len, m.pieces) == 0 {
                     st.inbound[m.from].staging.retain(|s| *s != id);
-                    self.received(st, id, &m, Standing::Staging);
+                    self.received(st, id, &m, SlotStanding::Staging);
                 } else {
                     outbox.set_taken(m.seq, m.pieces);
                     outbox.set_moved(m.envelope.slot, m.pieces * MAIL_STAGE_BYTES as u64);
@@ -696,7 +696,7 @@ impl Mailbox {
             (Work::Whole(m) | Work::Drain(m), End::Outside | End::Unreadable) => {
                 st.inbound[m.from].staging.retain(|s| *s != id);
                 if let Some(outbox) = self.from(m.from) {
-                    outbox.turn(m.envelope.slot, m.seq, Standing::Taken, Standing::Done);
+                    outbox.turn(m.envelope.slot, m.seq, SlotStanding::Taken, SlotStanding::Done);
                     self.ring(m.from);
                 }
                 self.bad_peer(st, id, m.from, "announced a message outside its device memory");
@@ -706,9 +706,9 @@ impl Mailbox {
     }
 
     /// All of a message is there: the receive is done, unless the sender has taken the message back.
-    fn received(&self, st: &mut State, id: Id, m: &Matched, from: Standing) {
+    fn received(&self, st: &mut State, id: Id, m: &Matched, from: SlotStanding) {
         let Envelope { tag, slot, len, .. } = m.envelope;
-        if self.from(m.from).is_some_and(|outbox| outbox.turn(slot, m.seq, from, Standing::Done)) {
+        if self.from(m.from).is_some_and(|outbox| outbox.turn(slot, m.seq, from, SlotStanding::Done)) {
             self.ring(m.from);
             self.done(st, id, Ok(Received { from: m.from, tag, len }));
         } else {
@@ -741,9 +741,9 @@ impl Mailbox {
                 let Some(outbox) = self.to(to) else { return Withdrawn::Busy };
                 // A thread of this very process reads the memory of a message to itself once that is taken.
                 let own = to == self.endpoint.rank();
-                let from = [Standing::Open, Standing::Taken, Standing::Staging];
-                let back = |from: &Standing| {
-                    !(own && *from == Standing::Taken) && outbox.turn(slot, seq, *from, Standing::Withdrawn)
+                let from = [SlotStanding::Open, SlotStanding::Taken, SlotStanding::Staging];
+                let back = |from: &SlotStanding| {
+                    !(own && *from == SlotStanding::Taken) && outbox.turn(slot, seq, *from, SlotStanding::Withdrawn)
                 };
                 if from.iter().any(back) {
                     self.release(st, id, to, slot);
@@ -759,9 +759,10 @@ impl Mailbox {
             (Stage::Staged(m), _) => {
                 let m = *m;
                 st.inbound[m.from].staging.retain(|s| *s != id);
-                let from = if m.asked { Standing::Staging } else { Standing::Taken };
-                let kept =
-                    self.from(m.from).is_some_and(|outbox| outbox.turn(m.envelope.slot, m.seq, from, Standing::Open));
+                let from = if m.asked { SlotStanding::Staging } else { SlotStanding::Taken };
+                let kept = self
+                    .from(m.from)
+                    .is_some_and(|outbox| outbox.turn(m.envelope.slot, m.seq, from, SlotStanding::Open));
                 if kept {
                     self.ring(m.from);
                     self.return_to_others(st, &m);

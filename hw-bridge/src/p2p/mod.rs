@@ -66,7 +66,7 @@ mod requests;
 mod tests;
 
 pub use error::P2pError;
-pub use requests::{Buffer, Finished, Request};
+pub use requests::{Finished, Owned, Request};
 
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -258,7 +258,7 @@ impl Mailbox {
     }
 
     /// The result of an operation that is done, and the buffer that it owned; its place is free then.
-    fn take(&self, id: Id) -> (Result<Received, P2pError>, Option<Buffer>) {
+    fn take(&self, id: Id) -> (Result<Received, P2pError>, Option<Owned>) {
         let (result, buffer) = self.state().remove(id);
         (result.expect("only who began an operation removes it, once, when it is done"), buffer)
     }

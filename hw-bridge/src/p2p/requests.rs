@@ -11,19 +11,19 @@ use crate::memory::hbm::HbmBuf;
 
 /// Memory that an operation in the background owns.
 #[derive(Debug)]
-pub enum Buffer {
+pub enum Owned {
     /// Private memory of the process.
     Private(Vec<u8>),
     /// Bytes of a piece of device memory: which piece, first byte, how many.
     Device(Arc<HbmBuf>, u64, u64),
 }
 
-impl Buffer {
+impl Owned {
     /// The memory; `what` is it for.
     fn memory(&mut self, what: &'static str, rank: usize) -> Result<LocalMem<'_>, P2pError> {
         match self {
-            Buffer::Private(bytes) => Ok(LocalMem::output(bytes)),
-            Buffer::Device(buf, offset, len) => {
+            Owned::Private(bytes) => Ok(LocalMem::output(bytes)),
+            Owned::Device(buf, offset, len) => {
                 let (have, offset, len) = (buf.len(), *offset, *len);
                 LocalMem::hbm(buf, offset, len).ok_or(P2pError::Buffer { rank, what, have, offset, len })
             }
@@ -35,7 +35,7 @@ impl Buffer {
 #[derive(Debug)]
 pub struct Finished {
     /// The memory that was handed over.
-    pub buffer: Buffer,
+    pub buffer: Owned,
     /// What a receive got; of a send whom it went to, its tag and its bytes.
     pub result: Result<Received, P2pError>,
 }
@@ -57,14 +57,14 @@ pub struct Request {
 enum Begun {
     Operation(Id),
     /// A call that was wrong, which is all that will come of it.
-    Refused(P2pError, Buffer),
+    Refused(P2pError, Owned),
     /// What it was has been answered.
     Over,
 }
 
 impl Mailbox {
     /// As [`Mailbox::send`], in the background. What is wrong with the call comes with the request.
-    pub fn isend(self: &Arc<Mailbox>, to: usize, tag: u32, buffer: Buffer, timeout: Duration) -> Request {
+    pub fn isend(self: &Arc<Mailbox>, to: usize, tag: u32, buffer: Owned, timeout: Duration) -> Request {
         self.issue(buffer, timeout, "a send", |mailbox, mem| mailbox.sending(to, tag, mem))
     }
 
@@ -74,7 +74,7 @@ impl Mailbox {
         self: &Arc<Mailbox>,
         from: Option<usize>,
         tag: Option<u32>,
-        buffer: Buffer,
+        buffer: Owned,
         timeout: Duration,
     ) -> Request {
         self.issue(buffer, timeout, "a receive", |mailbox, mem| mailbox.receiving(from, tag, mem))
@@ -82,7 +82,7 @@ impl Mailbox {
 
     fn issue(
         self: &Arc<Mailbox>,
-        mut buffer: Buffer,
+        mut buffer: Owned,
         timeout: Duration,
         what: &'static str,
         op: impl FnOnce(&Mailbox, &LocalMem<'_>) -> Result<Operation, P2pError>,
@@ -144,7 +144,7 @@ impl Request {
             });
             self.begun = Begun::Over;
             let (result, buffer) = self.mailbox.take(id);
-            return Finished { buffer: buffer.unwrap_or(Buffer::Private(Vec::new())), result };
+            return Finished { buffer: buffer.unwrap_or(Owned::Private(Vec::new())), result };
         }
         match std::mem::replace(&mut self.begun, Begun::Over) {
             Begun::Refused(e, buffer) => Finished { buffer, result: Err(e) },
@@ -152,7 +152,7 @@ impl Request {
             Begun::Operation(_) | Begun::Over => {
                 let (rank, parent) = (self.mailbox.endpoint.rank(), self.mailbox.endpoint.control().pid());
                 let e = OpError::Forked { rank, what: "a message".into(), parent };
-                Finished { buffer: Buffer::Private(Vec::new()), result: Err(e.into()) }
+                Finished { buffer: Owned::Private(Vec::new()), result: Err(e.into()) }
             }
         }
     }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::exec::share::{Market, Share, Terms};
-use crate::group::{Envelope, Kind, Peer, RankState};
+use crate::group::{Envelope, Peer, RankState, SlotKind};
 use crate::limits::MAIL_STAGE_BYTES;
 use crate::memory::hbm::{Hbm, HbmBuf};
 use crate::memory::links::Mapped;
@@ -173,17 +173,17 @@ fn a_rank_sends_to_itself() {
         let w = world_by(1, way);
         for len in sizes() {
             let sent = bytes(3, len);
-            let took = w[0].irecv(None, Some(9), Buffer::Private(vec![0; len]), LONG);
+            let took = w[0].irecv(None, Some(9), Owned::Private(vec![0; len]), LONG);
             w[0].send(0, 9, LocalMem::input(&sent), LONG).unwrap();
             let done = took.wait();
             assert_eq!(done.result, Ok(Received { from: 0, tag: 9, len: len as u64 }));
-            assert!(matches!(done.buffer, Buffer::Private(got) if got == sent), "{way:?} {len}");
+            assert!(matches!(done.buffer, Owned::Private(got) if got == sent), "{way:?} {len}");
         }
         // Of one tensor to an overlapping part of it.
         let len = 100_000;
         let sent = bytes(4, 2 * len);
         let t = device(&w[0], &sent);
-        let took = w[0].irecv(Some(0), None, Buffer::Device(t.clone(), 10, len as u64), LONG);
+        let took = w[0].irecv(Some(0), None, Owned::Device(t.clone(), 10, len as u64), LONG);
         w[0].send(0, 1, LocalMem::hbm(&t, 0, len as u64).unwrap(), LONG).unwrap();
         took.wait().result.unwrap();
         let mut got = vec![0; len];
@@ -198,7 +198,7 @@ fn a_receive_looks_past_messages_with_other_tags() {
     for tag in 0..20 {
         w[0].send(1, tag, LocalMem::input(&[tag as u8; 40]), LONG).unwrap();
     }
-    let sends = w[0].isend(1, 20, Buffer::Private(large.clone()), LONG);
+    let sends = w[0].isend(1, 20, Owned::Private(large.clone()), LONG);
     let mut got = vec![0; 20_000];
     w[1].recv(Some(0), Some(20), LocalMem::output(&mut got), LONG).unwrap();
     assert_eq!(got, large);
@@ -353,7 +353,7 @@ fn a_sender_that_nobody_hears_waits() {
     assert_eq!(sent as usize, MAIL_SLOTS);
     // Any number waits on the sender's side, in order.
     let more: Vec<Request> =
-        (0..500).map(|i| w[0].isend(1, 1000 + i, Buffer::Private(bytes(i as usize, 64)), LONG)).collect();
+        (0..500).map(|i| w[0].isend(1, 1000 + i, Owned::Private(bytes(i as usize, 64)), LONG)).collect();
     std::thread::scope(|s| {
         s.spawn(|| more.into_iter().for_each(|r| assert!(r.wait().result.is_ok())));
         for tag in (0..sent).chain(1000..1500) {
@@ -436,11 +436,11 @@ fn calls_that_cannot_be_are_refused() {
     let mem = LocalMem::hbm(&other, 0, 8).unwrap();
     assert!(matches!(w[0].send(1, 0, mem, LONG), Err(P2pError::Op(OpError::WrongCore { .. }))));
     assert!(matches!(w[0].recv(None, None, LocalMem::input(&[0]), LONG), Err(P2pError::Op(OpError::Memory { .. }))));
-    let mut refused = w[1].isend(0, 0, Buffer::Device(other, 4, 8), LONG);
+    let mut refused = w[1].isend(0, 0, Owned::Device(other, 4, 8), LONG);
     assert!(refused.test());
     let Finished { buffer, result } = refused.wait();
     assert!(matches!(result, Err(P2pError::Buffer { have: 8, offset: 4, len: 8, .. })), "{result:?}");
-    assert!(matches!(buffer, Buffer::Device(_, 4, 8)));
+    assert!(matches!(buffer, Owned::Device(_, 4, 8)));
 }
 
 /// What a peer wrote that cannot be ends the receives that name it, with a sentence, and nothing else.
@@ -451,11 +451,11 @@ fn what_a_peer_announces_is_checked() {
         w[0].endpoint.control().open_outbox(1).unwrap();
         w
     };
-    let e = Envelope { tag: 1, kind: Kind::Device, slot: 0, len: 9000, at: 0, payload: [0; ENVELOPE_BYTES] };
+    let e = Envelope { tag: 1, kind: SlotKind::Device, slot: 0, len: 9000, at: 0, payload: [0; ENVELOPE_BYTES] };
     let capacity = 256u64 << 20;
     for (bad, how) in [
         (Envelope { slot: MAIL_SLOTS, ..e }, "an envelope that cannot be"),
-        (Envelope { kind: Kind::Eager, ..e }, "an envelope that cannot be"),
+        (Envelope { kind: SlotKind::Eager, ..e }, "an envelope that cannot be"),
         (Envelope { at: capacity - 8999, ..e }, "outside its device memory"),
         (Envelope { at: u64::MAX - 5, ..e }, "outside its device memory"),
     ] {
@@ -476,7 +476,7 @@ fn what_a_peer_announces_is_checked() {
     assert!(matches!(late, P2pError::Timeout { .. }), "{late}");
     // A receiver that writes over the slot of a message that is sent to it.
     let w = world(2);
-    let sends = w[0].isend(1, 1, Buffer::Private(vec![1; 9000]), LONG);
+    let sends = w[0].isend(1, 1, Owned::Private(vec![1; 9000]), LONG);
     w[1].from(0).unwrap().assign(0, 77);
     assert!(matches!(sends.wait().result, Err(P2pError::BadPeer { peer: 1, .. })));
 }
@@ -486,15 +486,15 @@ fn what_a_peer_announces_is_checked() {
 fn what_is_dropped_lets_go_of_its_memory_when_it_has_ended() {
     let mut w = world(2);
     let t = device(&w[0], &bytes(1, 20_000));
-    drop(w[0].isend(1, 1, Buffer::Device(t.clone(), 0, 20_000), LONG));
+    drop(w[0].isend(1, 1, Owned::Device(t.clone(), 0, 20_000), LONG));
     assert_eq!(Arc::strong_count(&t), 2);
     let mut got = vec![0; 20_000];
     w[1].recv(Some(0), None, LocalMem::output(&mut got), LONG).unwrap();
     assert_eq!(got, bytes(1, 20_000));
     // Whoever looks next finds that it is done.
-    assert!(!w[0].irecv(Some(1), None, Buffer::Private(vec![0]), LONG).test());
+    assert!(!w[0].irecv(Some(1), None, Owned::Private(vec![0]), LONG).test());
     assert_eq!(Arc::strong_count(&t), 1);
-    drop(w[0].isend(1, 2, Buffer::Device(t.clone(), 0, 20_000), LONG));
+    drop(w[0].isend(1, 2, Owned::Device(t.clone(), 0, 20_000), LONG));
     drop(w.remove(0));
     assert_eq!(Arc::strong_count(&t), 1);
     let e = w[0].recv(Some(0), None, LocalMem::output(&mut got), LONG).unwrap_err();
@@ -607,9 +607,9 @@ fn run(ranks: usize, way: Way, program: &[Step]) -> Vec<Issued> {
     let w = world_by(ranks, way);
     let buffer = |rank: usize, on_device: bool, content: Vec<u8>| {
         if on_device {
-            Buffer::Device(device(&w[rank], &content), 0, content.len() as u64)
+            Owned::Device(device(&w[rank], &content), 0, content.len() as u64)
         } else {
-            Buffer::Private(content)
+            Owned::Private(content)
         }
     };
     let mut all: Vec<Issued> = Vec::new();
@@ -617,8 +617,8 @@ fn run(ranks: usize, way: Way, program: &[Step]) -> Vec<Issued> {
         if let (Step::Receive { .. }, Ok(r)) = (&i.step, &f.result) {
             let mut got = vec![0; r.len as usize];
             match &f.buffer {
-                Buffer::Private(b) => got.copy_from_slice(&b[..r.len as usize]),
-                Buffer::Device(b, ..) => assert!(b.read(0, &mut got)),
+                Owned::Private(b) => got.copy_from_slice(&b[..r.len as usize]),
+                Owned::Device(b, ..) => assert!(b.read(0, &mut got)),
             }
             let index = (got.len() >= 4).then(|| u32::from_le_bytes([got[0], got[1], got[2], got[3]]) as usize);
             if let Some(index) = index {

@@ -10,17 +10,17 @@ use crate::error::Error;
 
 /// A side: device memory.
 #[derive(Debug, Clone, Copy)]
-pub enum Device {}
+pub enum OnDevice {}
 
 /// A side: private memory of the process.
 #[derive(Debug, Clone, Copy)]
-pub enum Private {}
+pub enum InProcess {}
 
 /// Elements that a collective reads. [`Tensor`]s lie in device memory, slices, arrays and vectors in the process's own.
 pub trait Buffer {
     /// What it holds.
     type Element: Element;
-    /// Where it lies: [`Device`] or [`Private`]. Both buffers of a call lie on one side.
+    /// Where it lies: [`OnDevice`] or [`InProcess`]. Both buffers of a call lie on one side.
     type Side;
     /// What a call that allocates its output answers: a [`Tensor`], or a vector.
     type Owned: BufferMut<Element = Self::Element, Side = Self::Side>;
@@ -96,7 +96,7 @@ pub(super) fn to(view: ViewMut<'_>) -> Io<'_> {
 
 impl<T: Element> Buffer for Tensor<T> {
     type Element = T;
-    type Side = Device;
+    type Side = OnDevice;
     type Owned = Tensor<T>;
 
     fn elements(&self) -> usize {
@@ -123,7 +123,7 @@ macro_rules! private {
         $(
             impl<T: Element $(, const $n: usize)?> Buffer for $of {
                 type Element = T;
-                type Side = Private;
+                type Side = InProcess;
                 type Owned = Vec<T>;
 
                 fn elements(&self) -> usize {

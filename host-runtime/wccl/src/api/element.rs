@@ -8,12 +8,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 mod sealed {
     /// Which types there are is the runtime's word.
-    pub trait Sealed {}
+    pub trait Known {}
 }
 
 /// A type whose values collectives move and reduce as they lie in memory (little-endian, as the host).
 pub trait Element:
-    sealed::Sealed + Copy + Debug + Default + PartialEq + FromBytes + IntoBytes + Immutable + Send + Sync + 'static
+    sealed::Known + Copy + Debug + Default + PartialEq + FromBytes + IntoBytes + Immutable + Send + Sync + 'static
 {
     /// As the runtime numbers it.
     const TYPE: DataType;
@@ -58,7 +58,7 @@ fp8!(Fp8E5, Fp8::E5, "An 8-bit float of 5 exponent and 2 mantissa bits.");
 macro_rules! elements {
     ($($rust:ty => $nrt:ident),* $(,)?) => {
         $(
-            impl sealed::Sealed for $rust {}
+            impl sealed::Known for $rust {}
             impl Element for $rust {
                 const TYPE: DataType = DataType::$nrt;
             }

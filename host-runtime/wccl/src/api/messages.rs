@@ -156,10 +156,10 @@ impl Message {
     pub fn wait(self) -> Delivered {
         let done = self.request.wait();
         let buffer = match (done.buffer, self.tensor) {
-            (p2p::Buffer::Device(_, offset, bytes), Some(tensor)) => MessageBuffer::Device { tensor, offset, bytes },
-            (p2p::Buffer::Private(bytes), _) => MessageBuffer::Host(bytes),
+            (p2p::Owned::Device(_, offset, bytes), Some(tensor)) => MessageBuffer::Device { tensor, offset, bytes },
+            (p2p::Owned::Private(bytes), _) => MessageBuffer::Host(bytes),
             // Only with a tensor is there a buffer in device memory.
-            (p2p::Buffer::Device(..), None) => MessageBuffer::Host(Vec::new()),
+            (p2p::Owned::Device(..), None) => MessageBuffer::Host(Vec::new()),
         };
         Delivered { buffer, result: done.result.map_err(Error::from) }
     }
@@ -298,12 +298,12 @@ impl Communicator {
 }
 
 /// The tensor of a buffer, and what the data plane has of it.
-fn parts(buffer: MessageBuffer) -> (Option<Arc<DeviceMemory>>, p2p::Buffer) {
+fn parts(buffer: MessageBuffer) -> (Option<Arc<DeviceMemory>>, p2p::Owned) {
     match buffer {
-        MessageBuffer::Host(bytes) => (None, p2p::Buffer::Private(bytes)),
+        MessageBuffer::Host(bytes) => (None, p2p::Owned::Private(bytes)),
         MessageBuffer::Device { tensor, offset, bytes } => {
             let buf = tensor.0.clone();
-            (Some(tensor), p2p::Buffer::Device(buf, offset, bytes))
+            (Some(tensor), p2p::Owned::Device(buf, offset, bytes))
         }
     }
 }

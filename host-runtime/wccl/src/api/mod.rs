@@ -28,7 +28,7 @@ mod streams;
 mod tensor;
 mod typed;
 
-pub use buffer::{Buffer, BufferMut, Device, Private};
+pub use buffer::{Buffer, BufferMut, InProcess, OnDevice};
 pub use collectives::{OwnedReduction, Peers, Reduction, ReductionOf};
 pub use communicator::{CommOptions, Communicator, Within};
 pub use element::{Element, Fp8E3, Fp8E4, Fp8E5, Fp32r};

@@ -6,7 +6,7 @@
 
 use super::{Graph, SearchError};
 use crate::topo::limits::{MAX_CHANNELS, MAX_INTRA};
-use crate::topo::xml::{self, Element};
+use crate::topo::xml::{self, XmlElement};
 use crate::topo::{NodeType, PathType, System};
 
 /// Version this reader wants.
@@ -16,23 +16,23 @@ fn wrong(node: &str, what: impl Into<String>) -> SearchError {
     SearchError::Document { node: node.to_string(), what: what.into() }
 }
 
-fn need<'a>(e: &'a Element, node: &str, name: &str) -> Result<&'a str, SearchError> {
+fn need<'a>(e: &'a XmlElement, node: &str, name: &str) -> Result<&'a str, SearchError> {
     e.get(name).ok_or_else(|| wrong(node, format!("has no attribute '{name}', which the schema requires: add it")))
 }
 
-fn number<T: std::str::FromStr>(e: &Element, node: &str, name: &str) -> Result<T, SearchError> {
+fn number<T: std::str::FromStr>(e: &XmlElement, node: &str, name: &str) -> Result<T, SearchError> {
     let value = need(e, node, name)?;
     value.trim().parse().map_err(|_| wrong(node, format!("has {name}='{value}' where a number was expected")))
 }
 
-fn path_type(e: &Element, node: &str, name: &str) -> Result<PathType, SearchError> {
+fn path_type(e: &XmlElement, node: &str, name: &str) -> Result<PathType, SearchError> {
     let value = need(e, node, name)?;
     PathType::parse(value).ok_or_else(|| {
         wrong(node, format!("has {name}='{value}' where LOC, NVL, PIX, PXB, PHB, SYS or NET was expected"))
     })
 }
 
-fn speed(e: &Element, node: &str, name: &str) -> Result<f32, SearchError> {
+fn speed(e: &XmlElement, node: &str, name: &str) -> Result<f32, SearchError> {
     let value: f32 = number(e, node, name)?;
     if value.is_finite() && value >= 0.0 {
         Ok(value)
@@ -126,7 +126,7 @@ pub fn load(text: &str, system: &System, template: &Graph) -> Result<Option<Grap
 
 /// Writes a graph.
 pub fn write(graph: &Graph, system: &System) -> String {
-    let mut element = Element::new("graph")
+    let mut element = XmlElement::new("graph")
         .with("id", graph.id)
         .with("pattern", graph.pattern)
         .with("crossnic", graph.cross_nic)
@@ -137,18 +137,18 @@ pub fn write(graph: &Graph, system: &System) -> String {
         .with("typeinter", graph.type_inter.name())
         .with("samechannels", i32::from(graph.same_channels));
     for c in 0..graph.n_channels {
-        let mut channel = Element::new("channel");
+        let mut channel = XmlElement::new("channel");
         let net = |end: usize| graph.inter.get(2 * c + end).filter(|n| **n >= 0);
-        let net = |end: usize| net(end).map(|n| Element::new("net").with("dev", n));
+        let net = |end: usize| net(end).map(|n| XmlElement::new("net").with("dev", n));
         channel.children.extend(net(0));
         for rank in graph.channel(c) {
             let dev = system.node_of_rank(*rank).and_then(|n| system.gpu(n)).map_or(*rank, |g| g.dev);
-            channel.children.push(Element::new("gpu").with("dev", dev));
+            channel.children.push(XmlElement::new("gpu").with("dev", dev));
         }
         channel.children.extend(net(1));
         element.children.push(channel);
     }
-    let mut root = Element::new("graphs").with("version", GRAPH_XML_VERSION);
+    let mut root = XmlElement::new("graphs").with("version", GRAPH_XML_VERSION);
     root.children.push(element);
     xml::write(&root)
 }

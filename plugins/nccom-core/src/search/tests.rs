@@ -3,7 +3,7 @@
 use super::inherited::{DOUBLING_SPEED, TIERS, loads};
 use super::*;
 use crate::topo::limits::{MAX_CHANNELS, MAX_SEARCH_CHANNELS};
-use crate::topo::xml::{self, Element};
+use crate::topo::xml::{self, XmlElement};
 use crate::topo::{MachineFacts, NodeType, TableMachine, discover};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -196,7 +196,7 @@ fn the_new_algorithm_is_off_but_for_switch_v1() {
     assert_eq!(search(&lone, &knob("1")).origin, Origin::Inherited);
 }
 
-fn rewritten(text: &str, change: impl Fn(&mut Element)) -> String {
+fn rewritten(text: &str, change: impl Fn(&mut XmlElement)) -> String {
     let mut root = xml::read(text).unwrap();
     change(&mut root);
     xml::write(&root)
@@ -239,7 +239,7 @@ fn a_graph_file_in_the_inherited_schema_is_accepted() {
 fn graph_files_that_do_not_fit_are_refused() {
     let s = studied(RING4, true);
     let text = document::write(&search(&s, &unset).graph, &s);
-    type Change = fn(&mut Element);
+    type Change = fn(&mut XmlElement);
     let cases: [(&str, Change); 10] = [
         ("expected", |r| r.name = "graph".into()),
         ("pattern", |r| r.children[0].set("pattern", 1)),
@@ -313,15 +313,15 @@ fn a_graph_prints_as_the_original_does() {
     );
 }
 
-fn reversed(e: &Element) -> Element {
+fn reversed(e: &XmlElement) -> XmlElement {
     let children = e.children.iter().rev().map(reversed).collect();
-    Element { name: e.name.clone(), attributes: e.attributes.clone(), children }
+    XmlElement { name: e.name.clone(), attributes: e.attributes.clone(), children }
 }
 
 /// Writes ranked gpus under the accelerators of a document that has none (AWS's).
-fn give_ranks(e: &mut Element, rank: &mut i32) {
+fn give_ranks(e: &mut XmlElement, rank: &mut i32) {
     if e.get("class").is_some_and(|c| c.starts_with("0x0302")) && e.children.is_empty() {
-        e.children.push(Element::new("gpu").with("dev", *rank).with("sm", 80).with("rank", *rank));
+        e.children.push(XmlElement::new("gpu").with("dev", *rank).with("sm", 80).with("rank", *rank));
         *rank += 1;
     }
     e.children.iter_mut().for_each(|c| give_ranks(c, rank));

@@ -6,13 +6,13 @@
 use super::error::TopoError;
 use super::machine::{Bdf, Machine, NetDevice, RankInfo};
 use super::synth::{self, CLASS_ACCELERATOR, CLASS_NIC};
-use super::xml::Element;
+use super::xml::XmlElement;
 
-fn same_bus(element: &Element, bdf: Bdf) -> bool {
+fn same_bus(element: &XmlElement, bdf: Bdf) -> bool {
     element.get("busid").and_then(Bdf::parse) == Some(bdf)
 }
 
-fn find_pci(root: &mut Element, bdf: Bdf) -> Option<&mut Element> {
+fn find_pci(root: &mut XmlElement, bdf: Bdf) -> Option<&mut XmlElement> {
     if root.name == "pci" && same_bus(root, bdf) {
         return Some(root);
     }
@@ -20,18 +20,18 @@ fn find_pci(root: &mut Element, bdf: Bdf) -> Option<&mut Element> {
 }
 
 /// The `<pci>` of an address; if the document has none, a new one under the CPU of its NUMA node, or the first CPU.
-fn pci_at<'a>(system: &'a mut Element, bdf: Bdf, numa: u32, class: &str) -> Result<&'a mut Element, TopoError> {
+fn pci_at<'a>(system: &'a mut XmlElement, bdf: Bdf, numa: u32, class: &str) -> Result<&'a mut XmlElement, TopoError> {
     if find_pci(system, bdf).is_none() {
         let numa = numa.to_string();
         let of_numa = system.children.iter().position(|c| c.name == "cpu" && c.get("numaid") == Some(numa.as_str()));
         let first = system.children.iter().position(|c| c.name == "cpu");
         let cpu = of_numa.or(first).and_then(|i| system.children.get_mut(i)).ok_or(TopoError::NoCpu)?;
-        cpu.children.push(Element::new("pci").with("busid", bdf).with("class", class));
+        cpu.children.push(XmlElement::new("pci").with("busid", bdf).with("class", class));
     }
     find_pci(system, bdf).ok_or(TopoError::NoCpu)
 }
 
-fn for_each(root: &mut Element, f: &mut dyn FnMut(&mut Element)) {
+fn for_each(root: &mut XmlElement, f: &mut dyn FnMut(&mut XmlElement)) {
     f(root);
     for child in &mut root.children {
         for_each(child, f);
@@ -39,7 +39,7 @@ fn for_each(root: &mut Element, f: &mut dyn FnMut(&mut Element)) {
 }
 
 /// Writes the local ranks into the document. A gpu of the document that is no local rank's loses its rank.
-pub fn put_ranks(system: &mut Element, machine: &dyn Machine, local: &[&RankInfo]) -> Result<(), TopoError> {
+pub fn put_ranks(system: &mut XmlElement, machine: &dyn Machine, local: &[&RankInfo]) -> Result<(), TopoError> {
     for_each(system, &mut |e| {
         // Not removed: the attribute keeps its place, so that a dump read back is dumped the same.
         if e.name == "gpu" && e.get("rank").is_some() {
@@ -76,7 +76,7 @@ pub fn put_ranks(system: &mut Element, machine: &dyn Machine, local: &[&RankInfo
 
 /// Writes the plug-in's network devices into the document and drops the document's others: a device that no plug-in
 /// offers cannot be used. Without any device the document's own are kept, so that a document can be studied alone.
-pub fn put_nets(system: &mut Element, nics: &[NetDevice]) -> Result<(), TopoError> {
+pub fn put_nets(system: &mut XmlElement, nics: &[NetDevice]) -> Result<(), TopoError> {
     if nics.is_empty() {
         return Ok(());
     }
@@ -84,7 +84,7 @@ pub fn put_nets(system: &mut Element, nics: &[NetDevice]) -> Result<(), TopoErro
     for nic in nics {
         let pci = pci_at(system, nic.bdf, nic.numa, CLASS_NIC)?;
         if pci.children_named("nic").next().is_none() {
-            pci.children.push(Element::new("nic"));
+            pci.children.push(XmlElement::new("nic"));
         }
         if let Some(holder) = pci.children.iter_mut().find(|c| c.name == "nic") {
             holder.children.push(synth::net(nic));
@@ -94,12 +94,12 @@ pub fn put_nets(system: &mut Element, nics: &[NetDevice]) -> Result<(), TopoErro
 }
 
 /// Whether a `<gpu>` is some rank's.
-pub(super) fn has_rank(gpu: &Element) -> bool {
+pub(super) fn has_rank(gpu: &XmlElement) -> bool {
     gpu.get("rank").is_some_and(|r| !r.trim_start().starts_with('-'))
 }
 
 /// Drops what leads to no rank and to no network device.
-pub fn drop_unused(element: &mut Element) -> bool {
+pub fn drop_unused(element: &mut XmlElement) -> bool {
     match element.name.as_str() {
         "gpu" => return has_rank(element),
         "net" => return true,
@@ -108,7 +108,7 @@ pub fn drop_unused(element: &mut Element) -> bool {
         _ => return false,
     }
     let mut used = false;
-    let schema = |c: &Element| matches!(c.name.as_str(), "cpu" | "pci" | "nic" | "net" | "gpu");
+    let schema = |c: &XmlElement| matches!(c.name.as_str(), "cpu" | "pci" | "nic" | "net" | "gpu");
     element.children.retain_mut(|c| {
         let keep = drop_unused(c);
         used |= keep;

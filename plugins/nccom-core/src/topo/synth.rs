@@ -8,7 +8,7 @@
 use super::error::TopoError;
 use super::limits::PORTS;
 use super::machine::{CpuMask, Family, Machine, NetDevice, RankInfo};
-use super::xml::Element;
+use super::xml::XmlElement;
 use std::collections::BTreeMap;
 
 /// Class of an accelerator, of a switch, of a network card, of the fabric switch.
@@ -64,8 +64,8 @@ impl SynthPlatform {
     }
 }
 
-fn pci(busid: &str, class: &str, platform: SynthPlatform) -> Element {
-    Element::new("pci")
+fn pci(busid: &str, class: &str, platform: SynthPlatform) -> XmlElement {
+    XmlElement::new("pci")
         .with("busid", busid)
         .with("class", class)
         .with("link_speed", platform.link_speed())
@@ -73,8 +73,8 @@ fn pci(busid: &str, class: &str, platform: SynthPlatform) -> Element {
 }
 
 /// The `<gpu>` of a rank.
-pub(super) fn gpu(rank: &RankInfo, generation: u32) -> Element {
-    Element::new("gpu")
+pub(super) fn gpu(rank: &RankInfo, generation: u32) -> XmlElement {
+    XmlElement::new("gpu")
         .with("dev", rank.neuron_dev)
         .with("sm", generation)
         .with("rank", rank.rank)
@@ -85,8 +85,8 @@ pub(super) fn gpu(rank: &RankInfo, generation: u32) -> Element {
 }
 
 /// The `<net>` of a network device.
-pub(super) fn net(nic: &NetDevice) -> Element {
-    Element::new("net")
+pub(super) fn net(nic: &NetDevice) -> XmlElement {
+    XmlElement::new("net")
         .with("name", &nic.name)
         .with("dev", nic.dev)
         .with("speed", nic.speed)
@@ -113,7 +113,7 @@ pub(super) fn by_accelerator<'a>(local: &[&'a RankInfo]) -> BTreeMap<i32, Vec<&'
 /// # Errors
 /// [`TopoError::Machine`] if the host does not answer, [`TopoError::NoCpu`] if it names no NUMA node,
 /// [`TopoError::BadAttribute`] if a NUMA node's CPU list cannot be read.
-pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element, TopoError> {
+pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<XmlElement, TopoError> {
     let family = machine.family()?;
     let mut nics = machine.nics();
     nics.sort_by_key(|n| n.dev);
@@ -129,7 +129,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
         if numa.iter().any(|n| n.id == id) { id } else { first_numa }
     };
 
-    let mut system = Element::new("system").with("version", 1);
+    let mut system = XmlElement::new("system").with("version", 1);
     let mut switches = 0usize;
     for node in &numa {
         let Some(mask) = CpuMask::from_list(&node.cpus) else {
@@ -140,7 +140,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
                 expected: "a CPU list such as 0-3,8 below 1024",
             });
         };
-        let mut cpu = Element::new("cpu")
+        let mut cpu = XmlElement::new("cpu")
             .with("numaid", node.id)
             .with("affinity", mask)
             .with("arch", "x86_64")
@@ -157,7 +157,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
                 None => cards.push((busid, vec![nic])),
             }
         }
-        let mut below: Vec<Element> = Vec::new();
+        let mut below: Vec<XmlElement> = Vec::new();
         for chunk in here.chunks(platform.accelerators_per_switch()) {
             switches += 1;
             // Synthetic switches live where no real device can, as in the documents AWS publishes.
@@ -180,7 +180,7 @@ pub fn synthesize(machine: &dyn Machine, local: &[&RankInfo]) -> Result<Element,
         let spread = below.len();
         for (i, (busid, ports)) in cards.iter().enumerate() {
             let mut card = pci(busid, CLASS_NIC, platform);
-            let mut nic = Element::new("nic");
+            let mut nic = XmlElement::new("nic");
             nic.children = ports.iter().map(|n| net(n)).collect();
             card.children.push(nic);
             match below.get_mut(i * spread / cards.len()) {
@@ -200,9 +200,9 @@ fn nvlinks(
     mla: i32,
     family: Family,
     accelerators: &BTreeMap<i32, Vec<&RankInfo>>,
-) -> Result<Vec<Element>, TopoError> {
+) -> Result<Vec<XmlElement>, TopoError> {
     let link = |target: String, count: u32, class: &str| {
-        Element::new("nvlink").with("target", target).with("count", count).with("tclass", class)
+        XmlElement::new("nvlink").with("target", target).with("count", count).with("tclass", class)
     };
     let mut links = Vec::new();
     for port in 0..PORTS {
@@ -225,7 +225,7 @@ mod tests {
     use super::super::machine::TableMachine;
     use super::*;
 
-    fn count(e: &Element, name: &str) -> usize {
+    fn count(e: &XmlElement, name: &str) -> usize {
         usize::from(e.name == name) + e.children.iter().map(|c| count(c, name)).sum::<usize>()
     }
 

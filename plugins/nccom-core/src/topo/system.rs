@@ -11,7 +11,7 @@ use super::error::TopoError;
 use super::limits::{MAX_LOCAL_RANKS, MAX_SYSTEM_NODES};
 use super::machine::{Bdf, CpuMask, MachineFacts};
 use super::paths::Paths;
-use super::xml::{self, Element};
+use super::xml::{self, XmlElement};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -259,12 +259,12 @@ fn sys_width(arch: &str, vendor: Option<&str>) -> f32 {
 
 /// Reads the attributes of one element and says where it stands if one is missing.
 struct Attributes<'a> {
-    element: &'a Element,
+    element: &'a XmlElement,
     place: String,
 }
 
 impl<'a> Attributes<'a> {
-    fn of(element: &'a Element, above: &str) -> Self {
+    fn of(element: &'a XmlElement, above: &str) -> Self {
         let own = ["busid", "numaid", "dev", "name", "target"]
             .into_iter()
             .find_map(|n| element.get(n))
@@ -353,7 +353,7 @@ impl Builder {
         self.directed(b, a, kind, width);
     }
 
-    fn pci(&mut self, element: &Element, above: &str, parent: usize, multi: bool) -> Result<(), TopoError> {
+    fn pci(&mut self, element: &XmlElement, above: &str, parent: usize, multi: bool) -> Result<(), TopoError> {
         let at = Attributes::of(element, above);
         let bus = at.bus("busid")?;
         at.need("class")?;
@@ -443,7 +443,7 @@ impl Builder {
         Ok(())
     }
 
-    fn net(&mut self, net: &Element, above: &str, card: usize, bus: u64, busid: &str) -> Result<(), TopoError> {
+    fn net(&mut self, net: &XmlElement, above: &str, card: usize, bus: u64, busid: &str) -> Result<(), TopoError> {
         let at = Attributes::of(net, above);
         let dev = at.int("dev")?;
         let detail = Net {
@@ -517,7 +517,7 @@ impl System {
     /// [`TopoError::Version`] for another schema version than 1 (or 2 on purpose), [`TopoError::MissingAttribute`] and
     /// [`TopoError::BadAttribute`] with node and attribute, [`TopoError::Duplicate`], [`TopoError::NoCpu`],
     /// [`TopoError::TooMany`].
-    pub fn from_element(root: &Element, facts: MachineFacts, allow_version_2: bool) -> Result<Self, TopoError> {
+    pub fn from_element(root: &XmlElement, facts: MachineFacts, allow_version_2: bool) -> Result<Self, TopoError> {
         check_root(root, allow_version_2)?;
         let mut b = Builder {
             nodes: Vec::new(),
@@ -678,13 +678,13 @@ impl System {
     }
 }
 
-fn has_shared_accelerator(element: &Element) -> bool {
+fn has_shared_accelerator(element: &XmlElement) -> bool {
     (element.name == "pci" && element.children_named("gpu").filter(|g| super::merge::has_rank(g)).count() > 1)
         || element.children.iter().any(has_shared_accelerator)
 }
 
 /// Refuses what is no topology document or one of another version, before anything else of it is looked at.
-pub(super) fn check_root(root: &Element, allow_version_2: bool) -> Result<(), TopoError> {
+pub(super) fn check_root(root: &XmlElement, allow_version_2: bool) -> Result<(), TopoError> {
     if root.name != "system" {
         return Err(TopoError::WrongRoot { found: root.name.clone() });
     }

@@ -1,6 +1,6 @@
 //! Discovery as a whole: synthesised servers, published documents, device sets, questions.
 
-use super::xml::Element;
+use super::xml::XmlElement;
 use super::*;
 use proptest::prelude::*;
 
@@ -192,13 +192,13 @@ fn documents_that_do_not_fit_name_node_and_attribute() {
     assert!(matches!(System::from_document(&ranks, MachineFacts::default(), true), Err(TopoError::Duplicate { .. })));
 }
 
-fn shuffled(e: &Element, seed: &mut u64) -> Element {
-    let mut children: Vec<Element> = e.children.iter().map(|c| shuffled(c, seed)).collect();
+fn shuffled(e: &XmlElement, seed: &mut u64) -> XmlElement {
+    let mut children: Vec<XmlElement> = e.children.iter().map(|c| shuffled(c, seed)).collect();
     for i in (1..children.len()).rev() {
         *seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         children.swap(i, (*seed >> 33) as usize % (i + 1));
     }
-    Element { name: e.name.clone(), attributes: e.attributes.clone(), children }
+    XmlElement { name: e.name.clone(), attributes: e.attributes.clone(), children }
 }
 
 proptest! {

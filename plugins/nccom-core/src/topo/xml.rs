@@ -1,6 +1,6 @@
 //! A small XML tree: enough for the topology and graph documents, and no more.
 //!
-//! Owns: reading text into [`Element`]s and writing them back. Knows elements, attributes, comments, declarations,
+//! Owns: reading text into [`XmlElement`]s and writing them back. Knows elements, attributes, comments, declarations,
 //! the five named entities and numeric ones. Refuses character data between elements, because neither schema has
 //! any, and whatever exceeds [`super::limits`].
 //!
@@ -12,16 +12,16 @@ use std::fmt;
 
 /// One element with its attributes and children, in document order.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Element {
+pub struct XmlElement {
     /// Tag.
     pub name: String,
     /// Attributes, in document order.
     pub attributes: Vec<(String, String)>,
     /// Children, in document order.
-    pub children: Vec<Element>,
+    pub children: Vec<XmlElement>,
 }
 
-impl Element {
+impl XmlElement {
     /// An empty element.
     pub fn new(name: &str) -> Self {
         Self { name: name.to_string(), ..Self::default() }
@@ -48,7 +48,7 @@ impl Element {
     }
 
     /// Children with a tag.
-    pub fn children_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Element> {
+    pub fn children_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a XmlElement> {
         self.children.iter().filter(move |c| c.name == name)
     }
 }
@@ -218,14 +218,14 @@ impl<'a> Reader<'a> {
 ///
 /// # Errors
 /// [`XmlError::Syntax`] with the line, [`XmlError::Limit`] with the limit.
-pub fn read(text: &str) -> Result<Element, XmlError> {
+pub fn read(text: &str) -> Result<XmlElement, XmlError> {
     if text.len() > MAX_XML_BYTES {
         return Err(XmlError::Limit { line: 0, what: "bytes", limit: MAX_XML_BYTES });
     }
     let mut r = Reader { text, at: 0 };
     // Elements that are still open, outermost first; a finished one moves into the one before it.
-    let mut open: Vec<Element> = Vec::new();
-    let mut root: Option<Element> = None;
+    let mut open: Vec<XmlElement> = Vec::new();
+    let mut root: Option<XmlElement> = None;
     let mut nodes = 0usize;
     if r.rest().starts_with('\u{feff}') {
         r.at += '\u{feff}'.len_utf8();
@@ -268,7 +268,7 @@ pub fn read(text: &str) -> Result<Element, XmlError> {
             if open.len() >= MAX_XML_DEPTH {
                 return Err(r.limit("nested elements", MAX_XML_DEPTH));
             }
-            let mut element = Element::new(r.name("the name of an element")?);
+            let mut element = XmlElement::new(r.name("the name of an element")?);
             let closed = attributes(&mut r, &mut element)?;
             if closed {
                 close(element, &mut open, &mut root);
@@ -286,7 +286,7 @@ pub fn read(text: &str) -> Result<Element, XmlError> {
 }
 
 /// Reads attributes up to the end of the tag; true if the tag closed itself.
-fn attributes(r: &mut Reader<'_>, element: &mut Element) -> Result<bool, XmlError> {
+fn attributes(r: &mut Reader<'_>, element: &mut XmlElement) -> Result<bool, XmlError> {
     loop {
         r.skip_space();
         match r.peek() {
@@ -323,7 +323,7 @@ fn attributes(r: &mut Reader<'_>, element: &mut Element) -> Result<bool, XmlErro
     }
 }
 
-fn close(done: Element, open: &mut [Element], root: &mut Option<Element>) {
+fn close(done: XmlElement, open: &mut [XmlElement], root: &mut Option<XmlElement>) {
     match open.last_mut() {
         Some(parent) => parent.children.push(done),
         None => *root = Some(done),
@@ -331,13 +331,13 @@ fn close(done: Element, open: &mut [Element], root: &mut Option<Element>) {
 }
 
 /// Writes a document: two spaces a level, one element a line.
-pub fn write(root: &Element) -> String {
+pub fn write(root: &XmlElement) -> String {
     let mut out = String::new();
     write_into(root, 0, &mut out);
     out
 }
 
-fn write_into(e: &Element, depth: usize, out: &mut String) {
+fn write_into(e: &XmlElement, depth: usize, out: &mut String) {
     out.extend(std::iter::repeat_n("  ", depth));
     out.push('<');
     out.push_str(&e.name);
@@ -383,7 +383,7 @@ mod tests {
         let text = "<?xml version='1.0'?><!DOCTYPE s><a odd='&lt;&amp;&quot;&#x41;&#10;'><!-- c --><b/></a>";
         let first = read(text).unwrap();
         assert_eq!(first.get("odd"), Some("<&\"A\n"));
-        assert_eq!(first.children, vec![Element::new("b")]);
+        assert_eq!(first.children, vec![XmlElement::new("b")]);
         let once = write(&first);
         assert_eq!(read(&once).unwrap(), first);
         assert_eq!(write(&read(&once).unwrap()), once);
