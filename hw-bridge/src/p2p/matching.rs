@@ -10,6 +10,9 @@ use crate::group::{Envelope, SlotKind, SlotStanding};
 use crate::limits::{EAGER_BYTES, ENVELOPE_BYTES, ENVELOPES, MAIL_SLOTS, MAIL_STAGE_BYTES, UNEXPECTED};
 use crate::memory::segment::SegmentError;
 
+/// What a peer did of which nothing more is read.
+const CORRUPT: &str = "wrote an envelope that cannot be";
+
 /// The place of an operation.
 pub(super) type Id = usize;
 
@@ -408,7 +411,10 @@ impl Mailbox {
                 }
             }
         }
-        st.insert_posted(id);
+        match from.filter(|p| st.inbound[*p].corrupt) {
+            Some(p) => self.bad_peer(st, id, p, CORRUPT),
+            None => st.insert_posted(id),
+        }
     }
 
     /// Moves on what can be moved on without a wait.
@@ -525,7 +531,7 @@ impl Mailbox {
         if !inbound.open {
             inbound.open = self.end(p).is_some_and(|end| end.control.has_outbox(rank));
         }
-        if !inbound.open || inbound.corrupt || inbound.unexpected.len() >= UNEXPECTED {
+        if !inbound.open || inbound.corrupt {
             return false;
         }
         let Some(outbox) = self.from(p) else { return false };
@@ -537,13 +543,18 @@ impl Mailbox {
             let lost: Vec<Id> = st.posted.iter().copied().filter(of_it).collect();
             st.posted.retain(|id| !lost.contains(id));
             for id in lost {
-                self.bad_peer(st, id, p, "wrote an envelope that cannot be");
+                self.bad_peer(st, id, p, CORRUPT);
             }
             return false;
         };
+        let wanted = st.who_wants(p, envelope.tag);
+        let inbound = &mut st.inbound[p];
+        if wanted.is_none() && inbound.unexpected.len() >= UNEXPECTED {
+            return false;
+        }
         inbound.read = seq;
         outbox.set_drained(seq);
-        match st.who_wants(p, envelope.tag).and_then(|at| st.posted.remove(at)) {
+        match wanted.and_then(|at| st.posted.remove(at)) {
             None => st.inbound[p].unexpected.push_back(Arrived { seq, tag: envelope.tag, envelope }),
             Some(id) if self.deliver(st, id, p, seq, envelope) => {}
             // The message is gone, and the receive still waits.
@@ -598,34 +609,34 @@ impl Mailbox {
         true
     }
 
-    /// Moves on the message of rank `p` whose turn at the staging halves it is.
+    /// Moves on the message of rank `p` whose turn at the staging halves it is, and lets go of those that it has taken back.
     fn staged(&self, st: &mut State, p: usize) {
-        while let Some(&id) = st.inbound[p].staging.front() {
-            let (Some(outbox), Some(op)) = (self.from(p), st.operation_mut(id)) else { return };
-            let Stage::Staged(m) = &mut op.stage else { return };
-            let (slot, seq) = (m.envelope.slot, m.seq);
-            if !m.asked {
-                // Whoever had it before gave it back, and its sender is to see that first.
-                if outbox.filled(seq) == 0 {
-                    outbox.set_taken(seq, 0);
-                    if outbox.turn(slot, seq, SlotStanding::Taken, SlotStanding::Staging) {
-                        m.asked = true;
-                        self.ring(p);
-                        return;
-                    }
-                } else if outbox.standing(slot, seq) == Some(SlotStanding::Taken) {
-                    return;
-                }
-            } else if outbox.filled(seq) > m.pieces {
+        let Some(outbox) = self.from(p) else { return };
+        let is_gone = |op: &Operation| match &op.stage {
+            Stage::Staged(m) => {
+                let standing = outbox.standing(m.envelope.slot, m.seq);
+                !matches!(standing, Some(SlotStanding::Taken | SlotStanding::Staging))
+            }
+            _ => false,
+        };
+        let gone = |st: &State| st.inbound[p].staging.iter().copied().find(|id| st.operation(*id).is_some_and(is_gone));
+        while let Some(id) = gone(st) {
+            st.inbound[p].staging.retain(|s| *s != id);
+            self.again(st, id);
+        }
+        let Some(&id) = st.inbound[p].staging.front() else { return };
+        let Some(Stage::Staged(m)) = st.operation_mut(id).map(|op| &mut op.stage) else { return };
+        let (slot, seq) = (m.envelope.slot, m.seq);
+        if m.asked {
+            if outbox.filled(seq) > m.pieces {
                 let work = Work::Drain(*m);
                 self.employ(st, id, work);
-                return;
-            } else if outbox.standing(slot, seq) == Some(SlotStanding::Staging) {
-                return;
             }
-            // Its sender has taken it back.
-            st.inbound[p].staging.pop_front();
-            self.again(st, id);
+        } else if outbox.filled(seq) == 0 {
+            // Otherwise a receive had it before and gave it back, which its sender is to see first.
+            outbox.set_taken(seq, 0);
+            m.asked = outbox.turn(slot, seq, SlotStanding::Taken, SlotStanding::Staging);
+            self.ring(p);
         }
     }
 

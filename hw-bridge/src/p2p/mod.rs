@@ -25,7 +25,7 @@
 //! **Bounds.** The envelopes that a receiver has not read, [`ENVELOPES`], the messages that it keeps because none of its receives
 //! wants them, [`UNEXPECTED`] of a sender, and the slots, [`MAIL_SLOTS`], bound what a sender can have on its way to one rank;
 //! its further messages wait on its side, in order, in the memory of its program. A receiver whose unexpected messages of a
-//! sender are all there is room for does not see what comes behind them.
+//! sender are all there is room for does not see what comes behind one more.
 //!
 //! **Who decides.** A message that has a slot has a word there, which says how it stands. Only compare-and-swap changes it, and it
 //! holds the number of the message, so a slot that has another one by now answers nobody:
@@ -42,7 +42,8 @@
 //! A sender whose deadline passes withdraws the message, taken or not, and may use its memory again as soon as that has
 //! succeeded: a receiver that is just copying finds out when it wants to say that it is done, throws away what it has, and
 //! posts the receive again. A receiver whose deadline passes gives back what is staged for it; what a thread is just copying it
-//! lets end. So either both ends know a message to have arrived or neither.
+//! lets end. So either both ends know a message to have arrived or neither. Either way the one that is left is matched anew, at
+//! its place in the order; what was matched past the pair meanwhile stays so.
 //!
 //! **Order of memory.** An envelope's number is stored last, with release, and loaded first, with acquire: payload, state and
 //! words are there when it is. `drained` is stored with release after an envelope was read, and loaded with acquire before its
@@ -142,7 +143,7 @@ impl Mailbox {
         self.blocking(op, timeout).map(|_| ())
     }
 
-    /// Receives into `mem` the next message of rank `from`, or of any, with this tag, or any. `timeout` as in
+    /// Receives into `mem` the next message of rank `from`, or of any that is linked, with this tag, or any. `timeout` as in
     /// [`Mailbox::send`].
     ///
     /// # Errors
@@ -174,12 +175,10 @@ impl Mailbox {
         if !mem.arena.is_null() && mem.arena != endpoint.hbm().segment().base() {
             return Err(OpError::WrongCore { rank, which }.into());
         }
-        let linked = |p: usize| if endpoint.linked(p) { Ok(()) } else { Err(OpError::NotLinked { rank, peer: p }) };
         match peer {
-            Some(p) => linked(p)?,
-            None => (0..nranks).try_for_each(linked)?,
+            Some(peer) if !endpoint.linked(peer) => Err(OpError::NotLinked { rank, peer }.into()),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn sending(&self, to: usize, tag: u32, mem: &LocalMem<'_>) -> Result<Operation, P2pError> {
@@ -328,7 +327,7 @@ impl Mailbox {
     fn who_left(&self, st: &State, id: Id) -> Option<P2pError> {
         let op = st.operation(id)?;
         let rank = self.endpoint.rank();
-        let left = |p: usize| self.endpoint.peer(p).is_some_and(|peer| !peer.control.alive() || peer.dead());
+        let left = |p: usize| self.endpoint.peer(p).is_none_or(|peer| !peer.control.alive() || peer.dead());
         match op.peer {
             Some(p) => {
                 let peer = self.endpoint.peer(p).filter(|_| left(p))?;
