@@ -11,7 +11,7 @@ use wccl::{DataType, ReduceOp};
 
 use crate::cmd::sweep::Sweep;
 use crate::cmd::worker::{self, Ranks};
-use crate::cmd::{explain, peer, tune};
+use crate::cmd::{explain, peer, pingpong, tune};
 use crate::page::plot;
 use crate::rank::collective::{self, BufferMemory, RankBuffers};
 use crate::rank::measure::{self, Times, number};
@@ -30,6 +30,7 @@ Examples:
   wccl bench -r 2 --plot plot.html --peer-results peers.json allreduce
   wccl bench --tune wccl.table --tune-ranks 2,4 -b 8 -e 64M -f 4 allreduce allgather
   wccl bench --explain -b 8 -e 64M -f 8 allreduce
+  wccl bench --pingpong -r 2 -b 8 -e 1M -f 8 --buffers host
 
 Sizes are bytes of the larger of one rank's buffers, as in nccl-tests; K, M, G and T are powers of 1024; in the table, GB is 10^9 bytes. \
 Times are the slowest rank's mean over the timed calls, which follow one another without a barrier.
@@ -96,6 +97,9 @@ pub struct Args {
     /// mean nothing
     #[arg(long, conflicts_with_all = ["peer", "tune", "report_to_json_file"])]
     explain: bool,
+    /// Send a message from rank 0 to rank 1 and back, and print half of the round, instead of a collective
+    #[arg(long, conflicts_with_all = ["peer", "tune", "explain", "report_to_json_file", "plot"])]
+    pingpong: bool,
     #[command(flatten)]
     tune: tune::Args,
     #[command(flatten)]
@@ -193,7 +197,13 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
         };
         return args.tune.start(file, &args.ranks, job, log);
     }
-    let job = if args.peer.is_wanted() {
+    let job = if args.pingpong {
+        if args.ranks.ranks < 2 {
+            return Err(Usage("--pingpong: a message needs two ranks; use -r 2".into()).into());
+        }
+        let (iters, warmup, memory) = (args.iters, args.warmup, args.buffers);
+        worker::Job::PingPong(pingpong::Job { sizes: sweep.sizes, iters, warmup, memory })
+    } else if args.peer.is_wanted() {
         worker::Job::Peer(args.peer.job(args.buffers)?)
     } else if args.explain {
         if let Some(op) = args.collectives.iter().find(|op| op.facts().by_lists) {

@@ -10,7 +10,7 @@ use hw_bridge::limits::MAX_LOCAL_RANKS;
 use sandbox::vars;
 use serde::{Deserialize, Serialize};
 
-use crate::cmd::{bench, demo, explain, peer, tune};
+use crate::cmd::{bench, demo, explain, peer, pingpong, tune};
 use crate::launch::launcher::{self, GRACE, Launch};
 
 /// Options of every subcommand that starts ranks of its own.
@@ -45,6 +45,8 @@ pub enum Job {
     Tune(tune::Job),
     /// `bench --explain`.
     Explain(explain::Job),
+    /// `bench --pingpong`.
+    PingPong(pingpong::Job),
 }
 
 /// Arguments of the hidden subcommand.
@@ -95,6 +97,7 @@ pub fn start(args: &Args) -> anyhow::Result<ExitCode> {
         Job::Peer(j) => peer::work(&j, rank, n),
         Job::Tune(j) => tune::work(&j, rank, n),
         Job::Explain(j) => explain::work(&j, rank, n),
+        Job::PingPong(j) => pingpong::work(&j, rank, n),
     };
     done.with_context(|| format!("rank {rank}"))
 }

@@ -55,6 +55,20 @@ fn explain_says_what_would_be_done() {
 }
 
 #[test]
+fn messages_go_to_and_fro() {
+    for memory in ["hbm", "host"] {
+        let args = ["--pingpong", "-r", "3", "-b", "0", "-e", "256K", "-f", "512", "-n", "5", "--buffers", memory];
+        let said = good(&args, &[]);
+        let sizes: Vec<&str> =
+            said.lines().filter(|l| l.starts_with(' ')).filter_map(|l| l.split_whitespace().next()).collect();
+        assert_eq!(sizes.last(), Some(&"262144"), "{said}");
+        assert!(said.contains(&format!("{memory} buffers")) && said.contains("OK: every message arrived"), "{said}");
+    }
+    let (code, why) = fails(&["--pingpong", "-r", "1"], &[]);
+    assert!(code == Some(2) && why.contains("a message needs two ranks"), "{code:?} {why}");
+}
+
+#[test]
 fn explain_says_why() {
     let dir = Dir::new("why");
     let table = dir.file("t", "wccl-tune 1\nall_reduce hbm 2-4 64K ring\n* host * * mesh\n");

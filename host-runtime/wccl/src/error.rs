@@ -160,6 +160,9 @@ impl Error {
             }
             Error::Message(P2pError::Stopped { .. }) => Status::CLOSED,
             Error::Message(_) => Status::EXEC_HW_ERR_COLLECTIVES,
+            Error::Link { source: LinkError::Gone(e), .. } if e.kind() == std::io::ErrorKind::TimedOut => {
+                Status::TIMEOUT
+            }
             Error::Link { source: LinkError::Stopped | LinkError::Gone(_), .. } => Status::CLOSED,
             Error::Link { .. } => Status::FAILURE,
             Error::Limit(_) | Error::Memory(_) | Error::System { .. } => Status::RESOURCE,

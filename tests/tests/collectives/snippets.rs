@@ -31,6 +31,13 @@ fn in_the_background(comm: &Communicator, x: Vec<f32>) -> Snippet {
     Ok(())
 }
 
+fn messages(comm: &Communicator, next: usize, bytes: Vec<u8>, mut room: Vec<u8>) -> Snippet {
+    let sent = comm.isend(next, 7, bytes)?; // a Vec<u8>, or an Arc<DeviceMemory>
+    let got = comm.recv(None, Some(7), &mut room)?; // whoever is first: got.from
+    let delivered = sent.wait(); // delivered.result, delivered.buffer
+    Ok(())
+}
+
 fn deadlines(comm: &mut Communicator, stream: &mut wccl::Stream, mut x: Vec<f32>) -> Snippet {
     comm.within(Duration::from_secs(5)).all_reduce(&mut x, Sum)?;
     let pending = stream.within(Duration::from_secs(5)).barrier();

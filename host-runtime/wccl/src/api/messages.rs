@@ -21,7 +21,11 @@ use crate::error::Error;
 use crate::plane::Seat;
 use crate::plane::ask::{Answer, Ask};
 use crate::plane::host::bad;
+use sandbox::status::Status;
 use sandbox::store::Patience;
+
+/// How long another rank's host may take to answer who links it, at least.
+const MOMENT: Duration = Duration::from_secs(1);
 
 /// What is sent.
 #[derive(Debug, Clone, Copy)]
@@ -272,11 +276,13 @@ impl Communicator {
         self.messages.mailbox.get_or_init(|| Arc::new(Mailbox::new(self.core().endpoint.clone(), direct)))
     }
 
-    /// Links whoever a receive may have a message from.
+    /// Links whoever a receive may have a message from. From a rank that is gone none comes, which is no error of a receive that
+    /// takes those of others.
     fn reach_sender(&self, from: Option<usize>) -> Result<(), Error> {
+        let unless_gone = |p| self.reach(p).or_else(|e| if e.status() == Status::CLOSED { Ok(()) } else { Err(e) });
         match from {
             Some(p) => self.reach(p),
-            None => (0..self.nranks()).try_for_each(|p| self.reach(p)),
+            None => (0..self.nranks()).try_for_each(unless_gone),
         }
     }
 
@@ -290,8 +296,9 @@ impl Communicator {
         let all = self.messages.invitations.get();
         let invitation = all.and_then(|all| all.get(peer * IPC_BYTES..(peer + 1) * IPC_BYTES)).unwrap_or_default();
         let ask = Ask::Link { peer, invitation: invitation.to_vec() };
-        // A deadline beyond what the clock can say is the library's.
-        let until = Instant::now().checked_add(self.timeout());
+        // The other host answers by itself, within a moment, which any deadline leaves; one beyond what the clock can say is
+        // the library's.
+        let until = Instant::now().checked_add(self.timeout().max(MOMENT));
         self.plane.ask(ask, until.map_or(Patience::Usual, Patience::Waits))?;
         self.plane.check_members()
     }
