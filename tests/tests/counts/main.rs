@@ -1,12 +1,24 @@
 //! Counted: in the steady state a collective allocates nothing and calls no component, and each rank moves as many bytes as
-//! the algorithm's theory says.
+//! the algorithm's theory says, in no more instructions than are written down.
 //!
 //! The allocator of this binary counts for each thread by itself, so that what the test harness does elsewhere does not
 //! matter.
+//!
+//! | file | holds |
+//! |---|---|
+//! | this | allocations, component calls, bytes |
+//! | `instructions` | instructions of a call, by operation |
+//! | `stepping` | how instructions are counted |
 
 #![expect(unsafe_code, reason = "an allocator that counts")]
 
+#[path = "../common/mod.rs"]
 mod common;
+
+#[cfg(target_arch = "x86_64")]
+mod instructions;
+#[cfg(target_arch = "x86_64")]
+mod stepping;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
