@@ -15,9 +15,10 @@
 use std::mem::ManuallyDrop;
 
 /// Runs `f` in the default floating-point state, whatever state the calling thread is in, and leaves that as it was.
-#[inline]
+#[inline(always)]
+#[expect(clippy::redundant_closure, reason = "the closure is moved into memory for the second way only")]
 pub fn in_default_float_state<R>(f: impl FnOnce() -> R) -> R {
-    if register::is_default() { f() } else { changed(f) }
+    if register::is_default() { f() } else { changed(move || f()) }
 }
 
 /// What [`changed`] runs, and what comes of it.

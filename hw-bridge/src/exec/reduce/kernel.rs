@@ -25,6 +25,10 @@ pub(super) type Kernel = unsafe fn(*mut u8, &[*const u8], usize, usize);
 /// compiled for.
 pub(super) type ScaledKernel = unsafe fn(*mut u8, &[*const u8], &[f32], usize);
 
+/// Numbers of operations, and of types, are below these.
+const OPERATIONS: usize = ReduceOp::PreMulSum as usize + 1;
+const TYPES: usize = DataType::Fp8E5 as usize + 1;
+
 /// An instruction set that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Level {
@@ -364,7 +368,7 @@ macro_rules! level {
                 unsafe { run::<T, Sum, super::$isa, Scaled<'_>>(dst, sources, Scaled(scales), count, 1) }
             }
 
-            fn of<T: Element>(op: ReduceOp) -> Kernel {
+            const fn of<T: Element>(op: ReduceOp) -> Kernel {
                 match op {
                     // Without scales all of them are one.
                     ReduceOp::Sum | ReduceOp::PreMulSum => compiled::<T, Sum>,
@@ -375,7 +379,7 @@ macro_rules! level {
                 }
             }
 
-            pub(super) fn kernel(op: ReduceOp, dtype: DataType) -> Kernel {
+            const fn choose(op: ReduceOp, dtype: DataType) -> Kernel {
                 match dtype {
                     DataType::Uint64 => of::<u64>(op),
                     DataType::Int64 => of::<i64>(op),
@@ -392,6 +396,29 @@ macro_rules! level {
                     DataType::Fp8E4 => of::<Float8<4, 3>>(op),
                     DataType::Fp8E5 => of::<Float8<5, 2>>(op),
                 }
+            }
+
+            /// By the numbers of type and operation, so that small calls need not choose anew.
+            static CHOSEN: [[Kernel; OPERATIONS]; TYPES] = {
+                let mut all = [[choose(ReduceOp::Sum, DataType::Uint8); OPERATIONS]; TYPES];
+                let mut t = 0;
+                while t < DataType::ALL.len() {
+                    let dtype = DataType::ALL[t];
+                    all[dtype as usize][ReduceOp::PreMulSum as usize] = choose(ReduceOp::PreMulSum, dtype);
+                    let mut o = 0;
+                    while o < ReduceOp::ALL.len() {
+                        let op = ReduceOp::ALL[o];
+                        all[dtype as usize][op as usize] = choose(op, dtype);
+                        o += 1;
+                    }
+                    t += 1;
+                }
+                all
+            };
+
+            #[inline]
+            pub(super) fn kernel(op: ReduceOp, dtype: DataType) -> Kernel {
+                CHOSEN[dtype as usize][op as usize]
             }
 
             pub(super) fn scaled_kernel(dtype: DataType) -> Option<ScaledKernel> {

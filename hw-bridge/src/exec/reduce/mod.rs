@@ -67,6 +67,7 @@ pub const MAX_SOURCES: usize = MAX_LOCAL_RANKS;
 /// * `dst` may be equal to any number of the sources; a source that is not equal to `dst` does not overlap it. The
 ///   sources may overlap each other.
 /// * Nobody else writes the sources or touches `dst` during the call.
+#[inline(always)]
 pub unsafe fn reduce(op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     // SAFETY: the caller's contract, and `level` is supported by this processor.
     unsafe { reduce_at(level(), op, dtype, dst, srcs, count) }
@@ -238,16 +239,17 @@ fn level() -> Level {
 
 /// # Safety
 /// As [`reduce`], and the processor supports `level`.
-#[inline]
+#[inline(always)]
 unsafe fn reduce_at(level: Level, op: ReduceOp, dtype: DataType, dst: *mut u8, srcs: &[*const u8], count: usize) {
     match *srcs {
         [] => {}
         // SAFETY: the caller's contract: the two are equal, or do not overlap.
         [only] => unsafe { copy(dst, only, count * dtype.size()) },
-        _ => in_default_float_state(|| {
+        _ => {
+            let kernel = level.kernel(op, dtype);
             // SAFETY: the caller's contract.
-            unsafe { level.kernel(op, dtype)(dst, srcs, count, srcs.len()) }
-        }),
+            in_default_float_state(move || unsafe { kernel(dst, srcs, count, srcs.len()) });
+        }
     }
 }
 
