@@ -3,12 +3,15 @@
 //! A child has its parent's mappings and none of its threads: an operation there would write the parent's records. The
 //! kernel zeroes one page in every child (`MADV_WIPEONFORK`), so that asking costs a load and no system call.
 
-use std::sync::OnceLock;
+use std::sync::Once;
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
 use memmap2::MmapMut;
 
-/// One page that holds ones here and zeros in a child.
-static PAGE: OnceLock<Option<MmapMut>> = OnceLock::new();
+/// What is looked at before there is a page.
+static OURS: AtomicU8 = AtomicU8::new(1);
+/// A byte that is 1 here, and in a page that is zeros in a child. The page stays mapped for good.
+static BYTE: AtomicPtr<AtomicU8> = AtomicPtr::new((&raw const OURS).cast_mut());
 
 fn mark() -> Option<MmapMut> {
     let mut page = MmapMut::map_anon(4096).ok()?;
@@ -24,17 +27,22 @@ fn mark() -> Option<MmapMut> {
 /// Marks this process as the one whose communicators may be used. Called before anything is shared with peers; later calls
 /// change nothing.
 pub fn mark_process() {
-    PAGE.get_or_init(mark);
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        if let Some(mut page) = mark() {
+            BYTE.store(page.as_mut_ptr().cast(), Ordering::Release);
+            std::mem::forget(page);
+        }
+    });
 }
 
 /// Whether this process was forked from the one that was marked. Before the mark, and on kernels that cannot wipe a page
 /// (before 4.14), the answer is no.
 #[inline]
 pub fn in_child() -> bool {
-    match PAGE.get() {
-        Some(Some(page)) => std::hint::black_box(page)[0] == 0,
-        _ => false,
-    }
+    // SAFETY: a static, or the first byte of a page that is never unmapped and that nobody else refers to; any byte is a valid
+    // AtomicU8. What the kernel writes into a child's page is there before the child runs.
+    unsafe { (*BYTE.load(Ordering::Acquire)).load(Ordering::Relaxed) == 0 }
 }
 
 #[cfg(test)]
