@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use hw_bridge::call::Op;
-use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem};
+use hw_bridge::exec::sequencer::{CallArgs, CallBuffers, Endpoint, LocalMem};
 use hw_bridge::exec::share::{Market, Share, Terms};
-use hw_bridge::group::{Control, Peer, control_bytes, flight};
+use hw_bridge::group::{Control, NO_RANK, Peer, control_bytes, flight};
 use hw_bridge::limits::{LANES, SLOTS};
 use hw_bridge::memory::hbm::Hbm;
 use hw_bridge::memory::links::{Edge, HELLO_BYTES, IPC_BYTES, LinkGrant, LinkServer, Mapped, connect};
@@ -130,11 +130,12 @@ pub fn operation(data: &[u8]) {
     let Ok(schedule) = enc::compile(&call, 0, 2, algorithm, &[]) else { return };
     let (Ok(src), Ok(dst)) = (mine.alloc(4096), mine.alloc(4096)) else { return };
     let (Some(input), Some(output)) = (LocalMem::hbm(&src, 0, 4096), LocalMem::hbm(&dst, 0, 4096)) else { return };
-    let args = CallArgs { dst: None, src: None, scale: 1.0, timeout: Duration::from_millis(1) };
+    let buffers = CallBuffers::new(input, output);
+    let args = CallArgs { dst: NO_RANK, src: NO_RANK, scale: 1.0, timeout: Duration::from_millis(1) };
     let begun = Instant::now();
     // The second one meets what the first one left.
     for _ in 0..2 {
-        if let Err(e) = lane.run(&schedule, input, output, &args) {
+        if let Err(e) = lane.run(&schedule, &buffers, &args) {
             assert!(!e.to_string().chars().any(char::is_control), "{e}");
         }
     }

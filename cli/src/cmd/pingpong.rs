@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use wccl::error::Error;
-use wccl::{Communicator, Received, DeviceMemory};
+use wccl::{Communicator, DeviceMemory, Received};
 
 use crate::rank::collective::Memory;
 use crate::rank::measure::number;

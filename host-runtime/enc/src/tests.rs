@@ -241,15 +241,16 @@ fn a_direct_schedule_does_nothing_but_read_inputs() {
 
 #[test]
 fn a_view_of_the_whole_arena_has_its_offsets() {
-    use hw_bridge::exec::sequencer::LocalMem;
+    use hw_bridge::exec::sequencer::{Arena, Buffers, LocalMem};
     use hw_bridge::memory::hbm::Hbm;
     let hbm = Hbm::new(1 << 20).unwrap();
     let (a, b) = (hbm.alloc(100).unwrap(), hbm.alloc(100).unwrap());
     let parts = [&a, &b];
-    let all = LocalMem::arena(&hbm, &parts);
-    assert!(all.is_device() && all.len() == 1 << 20);
+    let arena = Arena { hbm: &hbm, parts: &parts };
+    let all = LocalMem::arena(&arena);
+    assert_eq!(all.len(), 1 << 20);
     let second = LocalMem::hbm(&b, 3, 10).unwrap();
-    assert_eq!(second.overlap(&all), Some(b.offset() as i64 + 3));
+    assert_eq!(Buffers::new(second, all).overlap(), Some(b.offset() as i64 + 3));
 }
 
 #[test]
@@ -316,8 +317,9 @@ fn a_circle_of_waits_is_a_deadlock() {
 
 #[test]
 fn a_schedule_runs_where_it_was_checked_for_and_nowhere_else() {
-    use hw_bridge::exec::sequencer::{CallArgs, Endpoint, LocalMem, OpError};
+    use hw_bridge::exec::sequencer::{Buffers, CallArgs, Endpoint, LocalMem, OpError};
     use hw_bridge::exec::share::{Market, Share, Terms};
+    use hw_bridge::group::NO_RANK;
     use hw_bridge::memory::hbm::Hbm;
     use hw_bridge::os::bell::WaitPolicy;
     use std::sync::Arc;
@@ -325,11 +327,11 @@ fn a_schedule_runs_where_it_was_checked_for_and_nowhere_else() {
     let hbm = Hbm::new(1 << 20).unwrap();
     let endpoint = Endpoint::new(0, 1, hbm, WaitPolicy::for_ranks(1, 1), Arc::new(share)).unwrap();
     let mut lane = Arc::new(endpoint).lane(0).unwrap().unwrap();
-    let args = CallArgs { dst: None, src: None, scale: 1.0, timeout: std::time::Duration::from_secs(60) };
+    let args = CallArgs { dst: NO_RANK, src: NO_RANK, scale: 1.0, timeout: std::time::Duration::from_secs(60) };
     let barrier = Call { op: Op::Barrier, ..call(Op::Barrier, 0, true, false) };
     let mut run = |rank: usize, n: usize| {
         let sealed = compile(&barrier, rank, n, Algorithm::OneHop, &[]).unwrap();
-        lane.run(&sealed, LocalMem::none(), LocalMem::none(), &args)
+        lane.run(&sealed, &Buffers::new(LocalMem::none(), LocalMem::none()), &args)
     };
     for (rank, n) in [(0, 2), (1, 2)] {
         let e = run(rank, n).unwrap_err();

@@ -132,26 +132,22 @@ pub struct OpHeader {
 }
 
 impl OpHeader {
-    /// `digest` with this header in it (FNV-1a over the packed words).
-    pub(crate) fn digest(&self, digest: u32) -> u32 {
-        let bytes = [self.pack().to_le_bytes(), self.count.to_le_bytes()];
-        bytes.iter().flatten().fold(digest, |d, b| (d ^ u32::from(*b)).wrapping_mul(16_777_619))
-    }
-
-    pub(crate) fn pack(&self) -> u64 {
+    /// As the two words of a record, which ranks compare.
+    pub(crate) fn words(&self) -> [u64; 2] {
         let redop = self.redop.map_or(0xFF, |r| r as u8);
-        u64::from(self.op as u8)
+        let what = u64::from(self.op as u8)
             | (self.dtype as u64 & 0xFF) << 8
             | u64::from(redop) << 16
             | u64::from(self.flags) << 24
             | u64::from(self.root) << 32
-            | u64::from(self.algorithm) << 48
+            | u64::from(self.algorithm) << 48;
+        [what, self.count]
     }
 }
 
-/// A header in words, from the two packed ones of a peer.
-pub(crate) fn describe(packed: u64, count: u64) -> String {
-    let byte = |at: u32| (packed >> at) as u8;
+/// A header for people, from its words.
+pub(crate) fn describe([what, count]: [u64; 2]) -> String {
+    let byte = |at: u32| (what >> at) as u8;
     let op = Op::from_u8(byte(0)).map_or("unknown operation", Op::name);
     let mut s = op.to_string();
     if op == "barrier" {
@@ -165,7 +161,7 @@ pub(crate) fn describe(packed: u64, count: u64) -> String {
     }
     s += &format!(" count {count}");
     if Op::from_u8(byte(0)).is_some_and(|op| op.facts().has_root) {
-        s += &format!(" root {}", (packed >> 32) as u16);
+        s += &format!(" root {}", (what >> 32) as u16);
     }
     let flags = byte(24);
     if flags & FLAG_PRIVATE != 0 {
@@ -183,7 +179,7 @@ pub const ALGORITHMS: [&str; 9] =
 
 impl std::fmt::Display for OpHeader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&describe(self.pack(), self.count))
+        f.write_str(&describe(self.words()))
     }
 }
 

@@ -335,19 +335,25 @@ impl Share {
     /// Bytes of a stretch of what begins now.
     #[inline]
     pub(crate) fn stretch(&self) -> u64 {
-        if self.free() { ALONE_BYTES } else { self.stretch }
+        self.stretch_of(self.is_free())
+    }
+
+    /// Bytes of a stretch, where that is known.
+    #[inline]
+    pub(crate) fn stretch_of(&self, free: bool) -> u64 {
+        if free { ALONE_BYTES } else { self.stretch }
     }
 
     /// Whether there is nobody to share with, and no cap.
     #[inline]
-    fn free(&self) -> bool {
+    pub(crate) fn is_free(&self) -> bool {
         self.terms.bandwidth.is_none() && self.market.tenants() <= 1
     }
 
     /// Whether others were at work when this tenant last began an operation.
     #[inline]
     pub(crate) fn crowded(&self) -> bool {
-        !self.free() && self.crowded.load(Ordering::Relaxed)
+        !self.is_free() && self.crowded.load(Ordering::Relaxed)
     }
 
     /// Waits for the turn of an operation, or of a whole small one of `bytes`.
@@ -356,7 +362,7 @@ impl Share {
     /// What `stop` says, which is asked while it waits.
     #[inline]
     pub(crate) fn begin<E>(&self, bytes: u64, stop: impl FnMut() -> Result<(), E>) -> Result<(), E> {
-        if self.free() { Ok(()) } else { self.wait_turn(OPERATION_COST, bytes, stop) }
+        if self.is_free() { Ok(()) } else { self.wait_turn(OPERATION_COST, bytes, stop) }
     }
 
     /// Waits for the turn of a stretch of `bytes`.
@@ -365,7 +371,7 @@ impl Share {
     /// As [`Share::begin`].
     #[inline]
     pub(crate) fn pace<E>(&self, bytes: u64, stop: impl FnMut() -> Result<(), E>) -> Result<(), E> {
-        if self.free() { Ok(()) } else { self.wait_turn(0, bytes, stop) }
+        if self.is_free() { Ok(()) } else { self.wait_turn(0, bytes, stop) }
     }
 
     #[cold]
@@ -673,13 +679,13 @@ mod tests {
     fn one_tenant_is_free_and_asks_nobody() {
         let (market, shares) = tenants(&[weighing(100)]);
         let again = Share::new(market.clone(), 1, weighing(100)).unwrap();
-        assert!(shares[0].free() && again.free());
+        assert!(shares[0].is_free() && again.is_free());
         let other = Share::new(market.clone(), 2, weighing(100)).unwrap();
-        assert!(!shares[0].free() && !other.free());
+        assert!(!shares[0].is_free() && !other.is_free());
         drop(other);
-        assert!(shares[0].free());
+        assert!(shares[0].is_free());
         let capped = Share::new(market, 1, Terms { bandwidth: Some(1), ..Terms::default() }).unwrap();
-        assert!(!capped.free());
+        assert!(!capped.is_free());
     }
 
     #[test]
@@ -700,7 +706,7 @@ mod tests {
         let fd = market.fd().unwrap().try_clone_to_owned().unwrap();
         let elsewhere = Arc::new(Market::from_peer(fd).unwrap());
         let other = Share::new(elsewhere, 2, weighing(100)).unwrap();
-        assert!(!shares[0].free());
+        assert!(!shares[0].is_free());
         other.charge(1600);
         assert_eq!(market.page().slots[1].0.time.load(Ordering::Relaxed), (1600 << FRACTION) / 100);
         let small = Segment::create("test", 8192).unwrap();

@@ -42,6 +42,17 @@ pub struct Owner {
     pub mark: [u64; 2],
 }
 
+/// Where a lane begins, in the control segment of any rank.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LaneAt(usize);
+
+impl LaneAt {
+    pub(crate) fn of(lane: usize) -> LaneAt {
+        debug_assert!(lane < LANES);
+        LaneAt(BLOCK_BYTES + (lane % LANES) * LANE_BYTES)
+    }
+}
+
 /// Typed view of a control segment.
 #[derive(Debug)]
 pub struct Control {
@@ -189,8 +200,12 @@ impl Control {
     /// One of the [`LANES`].
     #[inline]
     pub fn lane(&self, lane: usize) -> LaneView<'_> {
-        debug_assert!(lane < LANES);
-        let at = BLOCK_BYTES + (lane % LANES) * LANE_BYTES;
+        self.lane_at(LaneAt::of(lane))
+    }
+
+    /// The lane that begins there.
+    #[inline]
+    pub(crate) fn lane_at(&self, LaneAt(at): LaneAt) -> LaneView<'_> {
         LaneView { base: self.segment.base().wrapping_add(at), life: std::marker::PhantomData }
     }
 
@@ -378,7 +393,7 @@ impl Control {
 
 #[cfg(test)]
 mod tests {
-    use super::super::lanes::Aside;
+    use super::super::lanes::{Aside, payload_at, stage_at};
     use super::*;
     use crate::call::{DataType, Op, OpHeader, ReduceOp, describe};
     use crate::limits::{INLINE_BYTES, SLOT_BYTES, SLOTS};
@@ -407,12 +422,12 @@ mod tests {
         let (mine, seen) = (owner.lane(2), viewer.lane(2));
         assert!(!seen.arrived(1));
         let aside = Aside { dst: 3, src: NO_RANK, digest: 0xDEAD_BEEF };
-        mine.publish(1, &header(), aside, Some([4096, 8192, 7, 9]));
+        mine.publish(1, header().words(), aside, Some([4096, 8192, 7, 9]));
         assert!(seen.arrived(1) && !seen.arrived(2));
         assert_eq!((seen.words(1), seen.aside(1)), ([4096, 8192, 7, 9], aside));
-        assert_eq!(seen.same_call(1, &header()), Ok(()));
+        assert_eq!(seen.same_call(1, header().words()), Ok(()));
         let other = OpHeader { count: 200, ..header() };
-        assert_eq!(seen.same_call(1, &other), Err("all_reduce fp32 sum count 100 by mesh".into()));
+        assert_eq!(seen.same_call(1, other.words()), Err("all_reduce fp32 sum count 100 by mesh".into()));
         assert_eq!(seen.progress(), 1 << 16 | 1);
         // Lanes have nothing to do with one another.
         assert!(!viewer.lane(1).arrived(1) && viewer.lane(1).progress() == 0);
@@ -435,7 +450,7 @@ mod tests {
                 // Each goes into the place of one of another operation.
                 (1..200_000u64).for_each(|n| {
                     let seq = n * (SLOTS as u64 + 1);
-                    lane.publish(seq, &said(seq), none, None);
+                    lane.publish(seq, said(seq).words(), none, None);
                 });
                 done.store(true, Ordering::Release);
             });
@@ -448,7 +463,7 @@ mod tests {
                 }
                 if let Some(text) = lane.call(seq) {
                     let header = said(seq);
-                    assert_eq!(text, describe(header.pack(), header.count), "#{seq}");
+                    assert_eq!(text, describe(header.words()), "#{seq}");
                     told += 1;
                 }
             }
@@ -537,7 +552,7 @@ mod tests {
         assert_eq!(blocks(), before);
         owner.commit(2).unwrap();
         owner.lane(2).tally().op();
-        owner.lane(2).flight().begin(1, &header(), 400);
+        owner.lane(2).flight().begin(1, header().words(), 400);
         assert_eq!(viewer.counters().ops, 1);
         assert_eq!(viewer.records().iter().map(|(lane, r)| (*lane, r.seq)).collect::<Vec<_>>(), [(2, 1)]);
     }
@@ -587,13 +602,15 @@ mod tests {
     fn a_tiny_payload_lies_in_the_line_of_its_record() {
         let c = Control::create(0, 1).unwrap();
         let lane = c.lane(LANES - 1);
+        let first = lane.first() as usize;
         let record = std::ptr::from_ref(lane.record(5)).cast::<u8>() as usize;
-        assert_eq!(lane.payload(5, INLINE_BYTES) as usize, record + 32);
-        assert_eq!(lane.payload(5, INLINE_BYTES + 1) as usize, record + 64);
+        let payload = |seq, len| first + payload_at(seq, len);
+        assert_eq!(payload(5, INLINE_BYTES), record + 32);
+        assert_eq!(payload(5, INLINE_BYTES + 1), record + 64);
         assert_eq!(record % 128, 0);
-        assert_eq!(lane.payload(5, SLOT_BYTES) as usize, record + 64);
-        assert_eq!(lane.payload(LARGE_SLOTS as u64, SLOT_BYTES + 1), lane.stage(true, 1).wrapping_add(STAGE_BYTES));
-        let end = lane.payload(LARGE_SLOTS as u64 - 1, LARGE_SLOT_BYTES) as usize + LARGE_SLOT_BYTES;
+        assert_eq!(payload(5, SLOT_BYTES), record + 64);
+        assert_eq!(payload(LARGE_SLOTS as u64, SLOT_BYTES + 1), first + stage_at(true, 1) + STAGE_BYTES);
+        let end = payload(LARGE_SLOTS as u64 - 1, LARGE_SLOT_BYTES) + LARGE_SLOT_BYTES;
         assert_eq!(end, c.segment.base() as usize + OUTBOXES_AT);
     }
 }

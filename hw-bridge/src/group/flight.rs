@@ -11,7 +11,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::call::{OpHeader, describe};
+use crate::call::describe;
 use crate::limits::FLIGHT_RECORDS;
 use crate::os::clock::ticks;
 
@@ -176,17 +176,17 @@ impl Flight {
         &self.0[seq as usize % FLIGHT_RECORDS]
     }
 
-    /// Notes that `seq` begins.
+    /// Notes that `seq` begins, by the words of its header.
     #[inline]
-    pub(crate) fn begin(&self, seq: u64, header: &OpHeader, bytes: u64) {
+    pub(crate) fn begin(&self, seq: u64, [what, count]: [u64; 2], bytes: u64) {
         let e = self.entry(seq);
         let now = ticks();
         // No sequence number while the fields are of two operations.
         e.seq.store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
         e.state.store(State::Running as u64, Ordering::Relaxed);
-        e.what.store(header.pack(), Ordering::Relaxed);
-        e.count.store(header.count, Ordering::Relaxed);
+        e.what.store(what, Ordering::Relaxed);
+        e.count.store(count, Ordering::Relaxed);
         e.bytes.store(bytes, Ordering::Relaxed);
         e.start.store(now, Ordering::Relaxed);
         e.end.store(now, Ordering::Relaxed);
@@ -236,7 +236,7 @@ impl Entry {
         let until = if state == State::Running { now.1 } else { end };
         Some(Record {
             seq,
-            what: describe(what, count),
+            what: describe([what, count]),
             algorithm: (what >> 48) as u8,
             bytes,
             start_ns: epoch.0.saturating_add(ns(epoch.1, start)),
@@ -249,7 +249,7 @@ impl Entry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{DataType, Op, ReduceOp};
+    use crate::call::{DataType, Op, OpHeader, ReduceOp};
     use crate::os::clock::now;
 
     #[test]
@@ -267,7 +267,7 @@ mod tests {
         };
         let last = FLIGHT_RECORDS as u64 + 3;
         for seq in 1..=last {
-            flight.begin(seq, &header, 40);
+            flight.begin(seq, header.words(), 40);
             if seq == last - 1 {
                 std::thread::sleep(Duration::from_millis(20));
                 flight.end(seq, State::Failed, true);

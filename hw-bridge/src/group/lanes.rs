@@ -5,7 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 use super::control::Control;
 use super::flight::{Flight, Tally};
 use super::layout::*;
-use crate::call::{Op, OpHeader, describe};
+use crate::call::{Op, describe};
 use crate::limits::{INLINE_BYTES, LARGE_SLOT_BYTES, LARGE_SLOTS, SLOT_BYTES, SLOTS, STAGE_BYTES};
 use crate::os::bell::Bell;
 
@@ -31,6 +31,28 @@ impl Aside {
     }
 }
 
+/// Where in a lane the payload of operation `seq` lies: in the record's line if it fits, else behind it, else among the large
+/// ones.
+#[inline]
+pub(crate) fn payload_at(seq: u64, len: usize) -> usize {
+    debug_assert!(len <= LARGE_SLOT_BYTES);
+    if len > SLOT_BYTES {
+        return LARGE_AT + (seq as usize % LARGE_SLOTS) * LARGE_SLOT_BYTES;
+    }
+    slot_at(seq) + if len <= INLINE_BYTES { 64 - INLINE_BYTES } else { 64 }
+}
+
+/// Where in a lane a staging area lies: `result` picks the pair, `half` the piece's parity.
+#[inline]
+pub(crate) fn stage_at(result: bool, half: usize) -> usize {
+    STAGE_AT + (usize::from(result) * 2 + half % 2) * STAGE_BYTES
+}
+
+#[inline]
+fn slot_at(seq: u64) -> usize {
+    SLOTS_AT + (seq as usize % SLOTS) * SLOT_STRIDE
+}
+
 /// One lane of a control segment.
 #[derive(Debug, Clone, Copy)]
 pub struct LaneView<'a> {
@@ -47,31 +69,16 @@ impl<'a> LaneView<'a> {
     }
 
     #[inline]
-    fn slot(&self, seq: u64) -> *mut u8 {
-        self.base.wrapping_add(SLOTS_AT + (seq as usize % SLOTS) * SLOT_STRIDE)
-    }
-
-    #[inline]
     pub(super) fn record(&self, seq: u64) -> &'a Record {
-        // SAFETY: `slot` is a multiple of 64 and the record ends before STAGE_AT <= LANE_BYTES; atomics only; the life is
+        // SAFETY: a slot begins at a multiple of 64 and the record ends before STAGE_AT <= LANE_BYTES; atomics only; the life is
         // as for `head`.
-        unsafe { &*self.slot(seq).cast::<Record>() }
+        unsafe { &*self.base.wrapping_add(slot_at(seq)).cast::<Record>() }
     }
 
-    /// Where the payload of operation `seq` lies: in the record's line if it fits, else behind it, else among the large ones.
+    /// Its first byte: [`payload_at`] and [`stage_at`] count from here.
     #[inline]
-    pub(crate) fn payload(&self, seq: u64, len: usize) -> *mut u8 {
-        debug_assert!(len <= LARGE_SLOT_BYTES);
-        if len > SLOT_BYTES {
-            return self.base.wrapping_add(LARGE_AT + (seq as usize % LARGE_SLOTS) * LARGE_SLOT_BYTES);
-        }
-        self.slot(seq).wrapping_add(if len <= INLINE_BYTES { 64 - INLINE_BYTES } else { 64 })
-    }
-
-    /// Staging area: `result` picks the pair, `half` the piece's parity.
-    #[inline]
-    pub(crate) fn stage(&self, result: bool, half: usize) -> *mut u8 {
-        self.base.wrapping_add(STAGE_AT + (usize::from(result) * 2 + half % 2) * STAGE_BYTES)
+    pub(crate) fn first(&self) -> *mut u8 {
+        self.base
     }
 
     /// `sequence << 16 | step` of the rank.
@@ -115,13 +122,13 @@ impl<'a> LaneView<'a> {
 
     /// Publishes the arrival record of operation `seq`; the payload must be in place.
     #[inline]
-    pub(crate) fn publish(&self, seq: u64, header: &OpHeader, aside: Aside, words: Option<[u64; 4]>) {
+    pub(crate) fn publish(&self, seq: u64, [what, count]: [u64; 2], aside: Aside, words: Option<[u64; 4]>) {
         let r = self.record(seq);
         // Who reads the record that was here, as `call` does at any time, must not take a part of this one for it.
         r.tag.store(0, Ordering::Relaxed);
         fence(Ordering::Release);
-        r.what.store(header.pack(), Ordering::Relaxed);
-        r.count.store(header.count, Ordering::Relaxed);
+        r.what.store(what, Ordering::Relaxed);
+        r.count.store(count, Ordering::Relaxed);
         r.aside.store(aside.pack(), Ordering::Relaxed);
         if let Some(words) = words {
             for (to, w) in r.words.iter().zip(words) {
@@ -150,23 +157,15 @@ impl<'a> LaneView<'a> {
         let r = self.record(seq);
         let (what, count) = (r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
         fence(Ordering::Acquire);
-        (r.tag.load(Ordering::Relaxed) == seq).then(|| describe(what, count))
+        (r.tag.load(Ordering::Relaxed) == seq).then(|| describe([what, count]))
     }
 
     /// Compares the rank's header of `seq` with ours; `Err` is the other's view in words.
     #[inline]
-    pub(crate) fn same_call(&self, seq: u64, header: &OpHeader) -> Result<(), String> {
+    pub(crate) fn same_call(&self, seq: u64, ours: [u64; 2]) -> Result<(), String> {
         let r = self.record(seq);
-        let (what, count) = (r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed));
-        if what == header.pack() && count == header.count {
-            return Ok(());
-        }
-        let mut theirs = describe(what, count);
-        if (what ^ header.pack()) & !(0xFF << 48) == 0 && count == header.count {
-            theirs += " (WCCL_ALGO, WCCL_ONE_HOP_MAX or WCCL_TUNE_FILE differ between them";
-            theirs += if header.op == Op::AllToAll { ", or only one is in place)" } else { ")" };
-        }
-        Err(theirs)
+        let theirs = [r.what.load(Ordering::Relaxed), r.count.load(Ordering::Relaxed)];
+        if theirs == ours { Ok(()) } else { Err(other_call(theirs, ours)) }
     }
 
     /// The words of a record without inline payload: where the rank's buffers lie in its device memory (input, output), or
@@ -198,4 +197,15 @@ impl<'a> LaneView<'a> {
             _ => format!("it is still in operation #{at} ({what}) at step {step}"),
         }
     }
+}
+
+/// A call that is not ours, in words.
+#[cold]
+fn other_call(theirs: [u64; 2], ours: [u64; 2]) -> String {
+    let mut text = describe(theirs);
+    if (theirs[0] ^ ours[0]) & !(0xFF << 48) == 0 && theirs[1] == ours[1] {
+        text += " (WCCL_ALGO, WCCL_ONE_HOP_MAX or WCCL_TUNE_FILE differ between them";
+        text += if ours[0] as u8 == Op::AllToAll as u8 { ", or only one is in place)" } else { ")" };
+    }
+    text
 }

@@ -49,12 +49,13 @@ pub mod ballot;
 mod control;
 pub mod flight;
 #[expect(unsafe_code, reason = "mapped words that the ranks share")]
-mod lanes;
+pub(crate) mod lanes;
 mod layout;
 #[expect(unsafe_code, reason = "mapped words that the ranks share")]
 mod outbox;
 mod peers;
 
+pub(crate) use control::LaneAt;
 pub use control::{Control, Owner, RankState};
 pub use lanes::{Aside, LaneView};
 pub use layout::{CONTROL_NAME, NO_RANK, STEP_ARRIVED, STEP_DONE, control_bytes};

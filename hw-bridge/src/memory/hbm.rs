@@ -105,6 +105,7 @@ impl Hbm {
     }
 
     /// The arena's memory.
+    #[inline]
     pub fn segment(&self) -> &Arc<Segment> {
         &self.segment
     }
@@ -143,6 +144,7 @@ impl HbmBuf {
     }
 
     /// Bytes asked for.
+    #[inline]
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -153,6 +155,7 @@ impl HbmBuf {
     }
 
     /// Pointer to its first byte.
+    #[inline]
     pub fn ptr(&self) -> *mut u8 {
         self.hbm.segment.base().wrapping_add(self.offset as usize)
     }
@@ -178,6 +181,7 @@ impl HbmBuf {
     }
 
     /// The arena it belongs to.
+    #[inline]
     pub fn hbm(&self) -> &Arc<Hbm> {
         &self.hbm
     }

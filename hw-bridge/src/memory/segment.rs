@@ -111,6 +111,7 @@ impl Segment {
     }
 
     /// First byte. Valid for [`Segment::len`] bytes while `self` lives.
+    #[inline]
     pub fn base(&self) -> *mut u8 {
         self.map.as_mut_ptr()
     }

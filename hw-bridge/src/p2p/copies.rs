@@ -22,7 +22,7 @@ pub(super) struct Memory {
 impl Memory {
     pub(super) fn of(mem: &LocalMem<'_>) -> Memory {
         // What is no memory at all is of no kind.
-        let device = mem.hbm.filter(|_| !mem.arena.is_null());
+        let device = mem.in_device();
         Memory { at: AtomicPtr::new(mem.ptr), len: mem.len, device }
     }
 

@@ -172,7 +172,7 @@ impl Mailbox {
         if let Some(peer) = peer.filter(|p| *p >= nranks) {
             return Err(P2pError::NoRank { rank, nranks, peer });
         }
-        if !mem.arena.is_null() && mem.arena != endpoint.hbm().segment().base() {
+        if !mem.is_of(endpoint.hbm()) {
             return Err(OpError::WrongCore { rank, which }.into());
         }
         match peer {
@@ -191,7 +191,7 @@ impl Mailbox {
 
     fn receiving(&self, from: Option<usize>, tag: Option<u32>, mem: &LocalMem<'_>) -> Result<Operation, P2pError> {
         self.admit(from, "output", mem)?;
-        if !mem.writable {
+        if !mem.is_writable() {
             let (rank, what) = (self.endpoint.rank(), "a receive".into());
             return Err(OpError::Memory { rank, what, why: "the output is read-only memory" }.into());
         }

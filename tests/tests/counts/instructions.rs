@@ -31,20 +31,20 @@ const ROOT: usize = 1;
 /// compilers and C libraries.
 #[rustfmt::skip]
 const MOST: [(Op, usize, [u64; 4]); 14] = [
-    (Op::AllReduce, 0, [2110, 2150, 2340, 2530]),
-    (Op::Broadcast, ROOT, [1600, 1650, 1760, 1800]),
-    (Op::Broadcast, 0, [1710, 1740, 1870, 1940]),
-    (Op::Reduce, ROOT, [2000, 2050, 2170, 2370]),
-    (Op::Reduce, 0, [1400, 1420, 1490, 2330]),
-    (Op::AllGather, 0, [2000, 2040, 2290, 2360]),
-    (Op::ReduceScatter, 0, [2100, 2150, 2400, 2420]),
-    (Op::AllToAll, 0, [1990, 2040, 2350, 2360]),
-    (Op::SendRecv, 0, [1960, 2000, 2180, 2670]),
-    (Op::Barrier, 0, [1660, 1660, 1660, 1660]),
-    (Op::Gather, ROOT, [1890, 1930, 2120, 2280]),
-    (Op::Gather, 0, [1390, 1410, 1480, 1790]),
-    (Op::Scatter, ROOT, [1600, 1640, 1820, 2050]),
-    (Op::Scatter, 0, [1710, 1740, 1870, 2010]),
+    (Op::AllReduce, 0, [1030, 1080, 1260, 1450]),
+    (Op::Broadcast, ROOT, [790, 840, 1000, 1050]),
+    (Op::Broadcast, 0, [830, 850, 970, 1040]),
+    (Op::Reduce, ROOT, [1020, 1070, 1150, 1310]),
+    (Op::Reduce, 0, [680, 710, 800, 1280]),
+    (Op::AllGather, 0, [960, 1010, 1290, 1400]),
+    (Op::ReduceScatter, 0, [1040, 1090, 1310, 1370]),
+    (Op::AllToAll, 0, [970, 1020, 1350, 1400]),
+    (Op::SendRecv, 0, [980, 1030, 1220, 1540]),
+    (Op::Barrier, 0, [820, 820, 820, 820]),
+    (Op::Gather, ROOT, [950, 1000, 1180, 1360]),
+    (Op::Gather, 0, [680, 700, 790, 910]),
+    (Op::Scatter, ROOT, [800, 840, 1050, 1120]),
+    (Op::Scatter, 0, [830, 850, 970, 1130]),
 ];
 
 /// Calls before any is counted: all that is done once is done.

@@ -2,6 +2,31 @@
 //!
 //! An [`Engine`] does that for one lane, on one thread: the communicator owns the one for blocking calls, each stream its
 //! own. In the steady state (the same call as before) it takes no lock and allocates nothing.
+//!
+//! The straight line of such a call, from the user to the first byte that is written for the peers:
+//!
+//! ```text
+//! all_reduce                      here
+//!   Engine::collective            here                  the call before? then its sizes and its schedule
+//!     resolve                     tensor                the buffers, and how they overlap
+//!     Lane::begin                 sequencer::gate       the gate of swaps
+//!     Lane::run                   sequencer::run        aborted, forked, do the buffers fit; the flight record
+//!       Running::run              sequencer::run        the tenant's turn, the slot, the payload: the first byte
+//! ```
+//!
+//! What was said of the call when its schedule was sealed (its words and digest, where its payload lies, how long it may be
+//! ahead) is not worked out again. The line was ten calls in six files, and passed the gate's function twice:
+//!
+//! ```text
+//! all_reduce > Engine::collective > check_scale
+//!                                 > Engine::resolve > tensor::resolve > LocalMem::hbm, LocalMem::overlap
+//!                                 > Engine::begin > Lane::begin
+//!                                 > run > Lane::run > check_buffers > LocalMem::overlap
+//!                                                   > Lane::begin
+//!                                                   > Lane::run_steps > Lane::drain, copy
+//! ```
+//!
+//! How many instructions each operation takes is counted and bounded in the package of whole-system tests (`counts`).
 
 use std::collections::HashMap;
 use std::ops::{Deref, DerefMut};
@@ -9,7 +34,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use hw_bridge::call::{DataType, Op, ReduceOp};
-use hw_bridge::exec::sequencer::{CallArgs, Lane, LocalMem, OpError, Sealed};
+use hw_bridge::exec::sequencer::{CallArgs, CallBuffers, Lane, LocalMem, OpError, Sealed};
+use hw_bridge::group::NO_RANK;
 use hw_bridge::limits::MAX_LOCAL_RANKS;
 
 use crate::api::communicator::Communicator;
@@ -90,8 +116,12 @@ struct Last {
     /// As the user asked.
     asked: Call,
     sizes: enc::Sizes,
-    /// With the kind of memory, and whether in place.
-    call: Call,
+    /// The kind of memory, and whether in place.
+    private: bool,
+    in_place: bool,
+    /// As records have them.
+    dst: u16,
+    src: u16,
     schedule: Arc<Sealed>,
 }
 
@@ -199,15 +229,6 @@ impl Engine {
             self.rings = plan.rings.clone();
             self.schedules = Schedules::default();
         }
-    }
-
-    /// Passes the lane's gate, before the schedule of its next operation is chosen: a swap may have changed the rings.
-    #[inline]
-    fn begin(&mut self) -> Result<(), Error> {
-        if self.lane.begin()? {
-            self.refresh();
-        }
-        Ok(())
     }
 
     pub(super) fn barrier(&mut self) -> Result<(), Error> {
@@ -330,7 +351,7 @@ impl Engine {
         self.check_ready(op)?;
         call.private = !io.is_device();
         let shape = Shape { op, rank, in_bytes: sends * size, out_bytes: gets * size, at: 0 };
-        let (input, output, _) = resolve(io, shape)?;
+        let (buffers, _) = resolve(io, shape)?;
         let (mut mine, mut all) = self.take_scratch();
         mine.extend(send.iter().chain(recv).flat_map(|c| c.to_le_bytes()));
         let found = self.exchange(op, dtype, &mine, &mut all).and_then(|()| {
@@ -341,7 +362,7 @@ impl Engine {
             })
         });
         self.give_scratch(mine, all);
-        self.execute(&*found?, input, output)
+        self.execute(&*found?, &buffers)
     }
 
     /// The schedule of a call with lists, found by their bytes, or made and kept.
@@ -351,7 +372,9 @@ impl Engine {
         lists: &[u8],
         make: impl FnOnce(&mut Engine) -> Result<Arc<Sealed>, Error>,
     ) -> Result<Arc<Sealed>, Error> {
-        self.begin()?;
+        if self.lane.begin()? {
+            self.refresh();
+        }
         if let Some(s) = self.schedules.listed.find(&key, lists) {
             return Ok(s);
         }
@@ -361,14 +384,9 @@ impl Engine {
     }
 
     /// Runs the schedule of a call that names no peers and scales nothing.
-    pub(super) fn execute(
-        &mut self,
-        schedule: &Sealed,
-        input: LocalMem<'_>,
-        output: LocalMem<'_>,
-    ) -> Result<(), Error> {
-        let args = CallArgs { dst: None, src: None, scale: 1.0, timeout: self.timeout };
-        run(&mut self.lane, &self.plane, schedule, input, output, &args)
+    pub(super) fn execute(&mut self, schedule: &Sealed, buffers: &CallBuffers<'_>) -> Result<(), Error> {
+        let args = CallArgs { dst: NO_RANK, src: NO_RANK, scale: 1.0, timeout: self.timeout };
+        self.lane.run(schedule, buffers, &args).map_err(|e| failed(&self.plane, e))
     }
 
     fn check_counts(&self, op: Op, counts: &[u64], dtype: DataType) -> Result<u64, Error> {
@@ -395,24 +413,27 @@ impl Engine {
     /// `scale` is this rank's of a pre-scaled sum, `None` in all other calls.
     pub(super) fn collective(&mut self, io: Io<'_>, scale: Option<f32>, call: Call) -> Result<(), Error> {
         check_scale(&call, scale)?;
-        let asked = call;
-        let again = self.schedules.last.as_ref().filter(|l| l.asked == asked).map(|l| l.sizes);
+        let again = self.schedules.last.as_ref().filter(|last| last.asked == call).map(|last| last.sizes);
         let sizes = match again {
             Some(sizes) => sizes,
             None => self.check_and_size(&call, Lists::None)?,
         };
-        let (call, input, output) = self.resolve(io, call, sizes)?;
-        self.begin()?;
-        let same = matches!(&self.schedules.last, Some(l) if l.call == call);
-        if !same || again.is_none() {
-            let schedule = self.choose(&call).inspect_err(|_| self.lane.retract())?;
-            self.schedules.last = Some(Last { asked, sizes, call, schedule });
+        let private = !io.is_device() && call.op != Op::Barrier;
+        let (buffers, in_place) = resolve(io, self.shape(call.op, sizes))?;
+        // Before the schedule is chosen: a swap may have changed the rings, and the last schedule has gone then.
+        if self.lane.begin()? {
+            self.refresh();
         }
-        let Some(Last { schedule, .. }) = &self.schedules.last else {
-            return Err(Error::Bug("a schedule that was just compiled is not there".into()));
+        let last = match &self.schedules.last {
+            Some(last) if again.is_some() && (last.private, last.in_place) == (private, in_place) => last,
+            _ => {
+                let schedule = self.choose(&Call { private, in_place, ..call }).inspect_err(|_| self.lane.retract())?;
+                let [dst, src] = [call.dst, call.src].map(|r| r.map_or(NO_RANK, |r| r as u16));
+                self.schedules.last.insert(Last { asked: call, sizes, private, in_place, dst, src, schedule })
+            }
         };
-        let args = CallArgs { dst: call.dst, src: call.src, scale: scale.unwrap_or(1.0), timeout: self.timeout };
-        run(&mut self.lane, &self.plane, schedule, input, output, &args)
+        let args = CallArgs { dst: last.dst, src: last.src, scale: scale.unwrap_or(1.0), timeout: self.timeout };
+        self.lane.run(&last.schedule, &buffers, &args).map_err(|e| failed(&self.plane, e))
     }
 
     /// The schedule of a call, by the algorithm that its criteria say.
@@ -431,12 +452,14 @@ impl Engine {
             check_scale(&call, None)?;
         }
         let sizes = self.check_and_size(&call, lists)?;
-        let (call, input, output) = self.resolve(io, call, sizes)?;
+        let private = !io.is_device() && call.op != Op::Barrier;
+        let (buffers, in_place) = resolve(io, self.shape(call.op, sizes))?;
+        let call = Call { private, in_place, ..call };
         let (mut key, other) = self.take_scratch();
         lists.bytes(&mut key);
         let schedule = self.listed_schedule(call, &key, |engine| engine.compile_listed(&call, lists));
         self.give_scratch(key, other);
-        self.execute(&*schedule?, input, output)
+        self.execute(&*schedule?, &buffers)
     }
 
     /// Checks a call; answers what buffers it needs.
@@ -451,20 +474,9 @@ impl Engine {
         Ok(enc::sizes(call, lists, rank, n))
     }
 
-    /// The buffers of a call, and the call with what they say of it.
-    fn resolve<'a>(
-        &self,
-        io: Io<'a>,
-        mut call: Call,
-        sizes: enc::Sizes,
-    ) -> Result<(Call, LocalMem<'a>, LocalMem<'a>), Error> {
-        let rank = self.plane.core.rank;
-        let enc::Sizes { input, output, at } = sizes;
-        call.private = !io.is_device() && call.op != Op::Barrier;
-        let (input, output, in_place) =
-            resolve(io, Shape { op: call.op, rank, in_bytes: input, out_bytes: output, at })?;
-        call.in_place = in_place;
-        Ok((call, input, output))
+    #[inline]
+    fn shape(&self, op: Op, sizes: enc::Sizes) -> Shape {
+        Shape { op, rank: self.plane.core.rank, in_bytes: sizes.input, out_bytes: sizes.output, at: sizes.at }
     }
 
     pub(super) fn take_scratch(&mut self) -> (Vec<u8>, Vec<u8>) {
@@ -481,7 +493,9 @@ impl Engine {
     pub(super) fn exchange(&mut self, op: Op, dtype: DataType, mine: &[u8], all: &mut Vec<u8>) -> Result<(), Error> {
         let (rank, n) = (self.plane.core.rank, self.plane.core.nranks);
         let words = (mine.len() / 8) as u64;
-        self.begin()?;
+        if self.lane.begin()? {
+            self.refresh();
+        }
         let schedule = match self.schedules.exchanges.get(&(op, dtype, words)).cloned() {
             Some(s) => s,
             None => {
@@ -499,8 +513,7 @@ impl Engine {
         };
         all.clear();
         all.resize(mine.len() * n, 0);
-        let (input, output) = (LocalMem::input(mine), LocalMem::output(all));
-        self.execute(&schedule, input, output)
+        self.execute(&schedule, &CallBuffers::new(LocalMem::input(mine), LocalMem::output(all)))
     }
 
     /// The schedule of a call with lists, not looked up.
@@ -588,19 +601,11 @@ impl Engine {
     }
 }
 
-/// Runs a schedule in a lane; a failure that breaks the communicator leaves its flight records.
-fn run(
-    lane: &mut Lane,
-    plane: &Plane,
-    schedule: &Sealed,
-    input: LocalMem<'_>,
-    output: LocalMem<'_>,
-    args: &CallArgs,
-) -> Result<(), Error> {
-    lane.run(schedule, input, output, args).map_err(|e| {
-        plane.dump_once(&e);
-        e.into()
-    })
+/// A failure that breaks the communicator leaves its flight records.
+#[cold]
+fn failed(plane: &Plane, e: OpError) -> Error {
+    plane.dump_once(&e);
+    e.into()
 }
 
 fn too_long(op: Op) -> Error {
@@ -633,17 +638,26 @@ fn matrix_of(all: &[u8], n: usize, dtype: DataType) -> Result<Vec<u64>, Error> {
 }
 
 /// A pre-scaled sum has a scale and a float type; nothing else has a scale.
+#[inline]
 fn check_scale(call: &Call, scale: Option<f32>) -> Result<(), Error> {
-    let name = call.op.name();
     match scale {
-        None if call.redop == ReduceOp::PreMulSum => {
-            Err(bad(format!("{name}: {} needs this rank's scale; call {name}_scaled instead", ReduceOp::PreMulSum)))
-        }
-        Some(_) if !call.dtype.is_float() => Err(bad(format!(
-            "{name}_scaled: elements of type {} cannot be scaled, because scales are f32; use a float type, or scale \
-             them before a plain {name}",
-            call.dtype
-        ))),
+        None if call.redop == ReduceOp::PreMulSum => Err(no_scale(call.op)),
+        Some(_) if !call.dtype.is_float() => Err(not_scaled(call)),
         _ => Ok(()),
     }
+}
+
+#[cold]
+fn no_scale(op: Op) -> Error {
+    let name = op.name();
+    bad(format!("{name}: {} needs this rank's scale; call {name}_scaled instead", ReduceOp::PreMulSum))
+}
+
+#[cold]
+fn not_scaled(call: &Call) -> Error {
+    let (name, dtype) = (call.op.name(), call.dtype);
+    bad(format!(
+        "{name}_scaled: elements of type {dtype} cannot be scaled, because scales are f32; use a float type, or scale them \
+         before a plain {name}"
+    ))
 }

@@ -10,7 +10,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 
 use hw_bridge::call::{DataType, Op};
-use hw_bridge::exec::sequencer::{LocalMem, OpError, Sealed};
+use hw_bridge::exec::sequencer::{Arena, CallBuffers, LocalMem, OpError, Sealed};
 use hw_bridge::memory::hbm::HbmBuf;
 
 use crate::api::collectives::{Engine, call};
@@ -172,8 +172,9 @@ impl Engine {
         self.give_scratch(mine, all);
         let hbm = self.plane.core.endpoint.hbm().clone();
         let tensors: Vec<&HbmBuf> = tensors.iter().map(|t| &*t.0).collect();
-        let arena = LocalMem::arena(&hbm, &tensors);
-        self.execute(&*schedule?, arena, arena)
+        let arena = Arena { hbm: &hbm, parts: &tensors };
+        let all = LocalMem::arena(&arena);
+        self.execute(&*schedule?, &CallBuffers::new(all, all))
     }
 
     /// Exchanges the descriptions of all ranks; answers the schedule that follows from them.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use hw_bridge::call::Op;
-use hw_bridge::exec::sequencer::LocalMem;
+use hw_bridge::exec::sequencer::{CallBuffers, LocalMem};
 use hw_bridge::memory::hbm::HbmBuf;
 
 use crate::error::Error;
@@ -102,14 +102,13 @@ pub(super) struct Shape {
     pub at: u64,
 }
 
-/// Input, output, and whether they are the same memory in the way the collective allows.
-pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMem<'a>, bool), Error> {
-    let short = |which: &str, have: u64, need: u64| {
-        Error::Usage(format!("the {which} of {} on rank {} has {have} bytes, {need} are needed", s.op.name(), s.rank))
-    };
+/// Input and output, and whether they are the same memory in the way the collective allows.
+#[inline(always)]
+pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(CallBuffers<'a>, bool), Error> {
+    let short = |which, have, need| short(s.op, s.rank, which, have, need);
     let (input, output) = match io {
         Io::Device { src, dst } => {
-            let take = |which: &str, t: (&'a DeviceMemory, u64), need: u64| {
+            let take = |which, t: (&'a DeviceMemory, u64), need| {
                 if need == 0 {
                     return Ok(LocalMem::none());
                 }
@@ -137,7 +136,8 @@ pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMe
                 let buf = &mut buf[..need as usize];
                 let none = LocalMem::output(&mut []);
                 let used = LocalMem::output(buf);
-                return Ok(if s.in_bytes == 0 { (none, used, false) } else { (used, none, false) });
+                let (input, output) = if s.in_bytes == 0 { (none, used) } else { (used, none) };
+                return Ok((CallBuffers::new(input, output), false));
             }
             let buf = &mut buf[..need as usize];
             let pair = match s.op {
@@ -152,25 +152,27 @@ pub(super) fn resolve<'a>(io: Io<'a>, s: Shape) -> Result<(LocalMem<'a>, LocalMe
             pair.ok_or_else(|| short("buffer", have, need))?
         }
     };
-    let in_place = match input.overlap(&output) {
-        None => false,
-        Some(distance) => {
-            let allowed = match s.op {
-                Op::AllGather | Op::AllGatherV | Op::Gather => distance == s.at as i64,
-                Op::ReduceScatter | Op::ReduceScatterV | Op::Scatter => distance == -(s.at as i64),
-                Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group => false,
-                _ => distance == 0,
-            };
-            if !allowed {
-                return Err(Error::Usage(format!(
-                    "input and output of {} on rank {} overlap by accident ({distance} bytes apart); use separate buffers, or \
-                     the in-place form",
-                    s.op.name(),
-                    s.rank
-                )));
-            }
-            true
-        }
+    let buffers = CallBuffers::new(input, output);
+    let Some(distance) = buffers.overlap() else { return Ok((buffers, false)) };
+    let allowed = match s.op {
+        Op::AllGather | Op::AllGatherV | Op::Gather => distance == s.at as i64,
+        Op::ReduceScatter | Op::ReduceScatterV | Op::Scatter => distance == -(s.at as i64),
+        Op::SendRecv | Op::Permute | Op::AllToAllV | Op::Group => false,
+        _ => distance == 0,
     };
-    Ok((input, output, in_place))
+    if allowed { Ok((buffers, true)) } else { Err(accident(s.op, s.rank, distance)) }
+}
+
+#[cold]
+fn short(op: Op, rank: usize, which: &str, have: u64, need: u64) -> Error {
+    Error::Usage(format!("the {which} of {} on rank {rank} has {have} bytes, {need} are needed", op.name()))
+}
+
+#[cold]
+fn accident(op: Op, rank: usize, distance: i64) -> Error {
+    Error::Usage(format!(
+        "input and output of {} on rank {rank} overlap by accident ({distance} bytes apart); use separate buffers, or the \
+         in-place form",
+        op.name()
+    ))
 }

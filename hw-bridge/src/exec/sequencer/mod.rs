@@ -19,19 +19,19 @@ mod schedule;
 
 pub use error::{Absent, OpError};
 pub use gate::{Closed, Lacking, Positions};
-pub use memory::LocalMem;
+pub use memory::{Arena, CallBuffers, LocalMem};
 pub use schedule::{At, BadSchedule, Place, Schedule, Sealed, Step};
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::exec::share::Share;
-use crate::group::{Abort, Control, Peer, RankState};
+use crate::group::{Abort, Control, LaneAt, Peer, RankState};
 use crate::limits::LANES;
 use crate::memory::hbm::Hbm;
 use crate::memory::segment::SegmentError;
-use crate::os::bell::{self, Fence, WaitPolicy, publish_fence};
+use crate::os::bell::{self, Bell, Fence, WaitPolicy, publish_fence};
 use run::Bases;
 
 /// One rank's data plane of one communicator: what its lanes share.
@@ -42,6 +42,8 @@ pub struct Endpoint {
     control: Arc<Control>,
     hbm: Arc<Hbm>,
     peers: Box<[OnceLock<Peer>]>,
+    /// How many of them there are.
+    links: AtomicUsize,
     policy: WaitPolicy,
     share: Arc<Share>,
     abort: Abort,
@@ -56,10 +58,10 @@ pub struct Endpoint {
 /// What a call passes beside its schedule and buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct CallArgs {
-    /// Whom a send_recv sends to.
-    pub dst: Option<usize>,
+    /// Whom a send_recv sends to, [`NO_RANK`](crate::group::NO_RANK) for nobody.
+    pub dst: u16,
     /// Whom a send_recv receives from.
-    pub src: Option<usize>,
+    pub src: u16,
     /// This rank's scale of a pre-scaled sum; matters to nothing else.
     pub scale: f32,
     /// Bounds each wait, from when this rank has to sleep in it: an operation that moves on does not time out.
@@ -71,6 +73,7 @@ pub struct CallArgs {
 pub struct Lane {
     endpoint: Arc<Endpoint>,
     index: usize,
+    at: LaneAt,
     seq: u64,
     /// The operation that has passed the gate.
     admitted: u64,
@@ -81,8 +84,10 @@ pub struct Lane {
     digest: u32,
     /// A digest of the rings and the table that its schedules are made by.
     plan: u32,
-    /// Kept between operations, so that a small one need not clear it; absent while one runs.
-    bases: Option<Box<Bases>>,
+    /// Kept between operations, so that a small one need not clear it.
+    bases: Box<Bases>,
+    /// Bells of all linked peers, if there are as many as [`Endpoint::links`] says. Valid as long as the endpoint is.
+    bells: Vec<AtomicPtr<Bell>>,
 }
 
 /// Why a communicator is not usable any more.
@@ -126,6 +131,7 @@ impl Endpoint {
             control,
             hbm,
             peers: (0..nranks).map(|_| OnceLock::new()).collect(),
+            links: AtomicUsize::new(0),
             policy,
             share,
             abort,
@@ -161,9 +167,9 @@ impl Endpoint {
         if !peer.control.asymmetric() {
             self.fenced.store(true, Ordering::Release);
         }
-        if let Some(place) = self.peers.get(peer.rank) {
-            // A second link to the same rank is dropped.
-            let _ = place.set(peer);
+        // A second link to the same rank is dropped.
+        if self.peers.get(peer.rank).is_some_and(|place| place.set(peer).is_ok()) {
+            self.links.fetch_add(1, Ordering::Release);
         }
     }
 
@@ -225,12 +231,12 @@ impl Endpoint {
             taken.store(false, Ordering::Release);
             return Err(OpError::Stage { rank: self.rank, reason: e.to_string() });
         }
-        let bases = Some(Box::new(Bases::none()));
         let endpoint = self.clone();
         let (stage_ready, large_ready) = (false, false);
         Ok(Some(Lane {
             endpoint,
             index,
+            at: LaneAt::of(index),
             seq: 0,
             admitted: 0,
             drained: 0,
@@ -238,7 +244,8 @@ impl Endpoint {
             large_ready,
             digest: 0,
             plan: 0,
-            bases,
+            bases: Box::new(Bases::none()),
+            bells: Vec::new(),
         }))
     }
 
@@ -264,6 +271,12 @@ impl Endpoint {
             return Err(OpError::Broken { rank: self.rank, first, dead: None });
         }
         Ok(())
+    }
+
+    /// Whether [`Endpoint::usable`] says that they cannot.
+    #[inline]
+    fn over(&self) -> bool {
+        self.broken.get().is_some() || self.abort.aborted()
     }
 
     /// Leaves the group in good order; peers that still wait for this rank learn it.
@@ -301,12 +314,22 @@ impl Endpoint {
         &self.share
     }
 
+    /// Wakes the peers that sleep in a lane, whose bells are `bells` if no link was added since they were noted.
     #[inline]
-    fn ring_lane(&self, lane: usize) {
+    fn ring_lane(&self, lane: LaneAt, bells: &[AtomicPtr<Bell>]) {
         self.publish_fence();
-        for peer in self.linked_peers() {
-            peer.control.lane(lane).bell().ring_if_sleeping();
+        if bells.len() != self.links.load(Ordering::Acquire) {
+            return self.ring_all_in(lane);
         }
+        for bell in bells {
+            // SAFETY: a bell in the control segment of a linked peer, which stays mapped as long as this endpoint lives.
+            unsafe { &*bell.load(Ordering::Relaxed) }.ring_if_sleeping();
+        }
+    }
+
+    #[cold]
+    fn ring_all_in(&self, lane: LaneAt) {
+        self.linked_peers().for_each(|peer| peer.control.lane_at(lane).bell().ring_if_sleeping());
     }
 }
 
@@ -315,6 +338,13 @@ impl Lane {
     /// their first meeting.
     pub fn set_plan(&mut self, digest: u32) {
         self.plan = digest;
+    }
+
+    /// Notes the bells of the peers that are linked by now.
+    #[cold]
+    fn note_bells(&mut self) {
+        let bell = |p: &Peer| AtomicPtr::new(std::ptr::from_ref(p.control.lane_at(self.at).bell()).cast_mut());
+        self.bells = self.endpoint.linked_peers().map(bell).collect();
     }
 }
 

@@ -341,16 +341,50 @@ impl Schedule {
             _ => self.in_bytes.max(self.out_bytes),
         };
         let streaming = reaches_me && self.header.redop.is_none() && moved >= STREAM_BYTES;
-        Ok(Sealed { schedule: self, seat: (rank, nranks), reached, extents, reaches_me, last_wait, moved, streaming })
+        let words = self.header.words();
+        Ok(Sealed {
+            seat: (rank, nranks),
+            words,
+            digest: digest([words[0], words[1], self.table]),
+            ahead: self.ahead(),
+            private,
+            inline: self.slot_len > 0 && self.slot_len as usize <= INLINE_BYTES,
+            stamped: self.slot_len == 0 || self.slot_len > SLOT_BYTES as u64,
+            reached,
+            extents,
+            reaches_me,
+            last_wait,
+            moved,
+            streaming,
+            schedule: self,
+        })
     }
 }
 
-/// A schedule that was checked.
+/// FNV-1a over the bytes of some words.
+fn digest(words: [u64; 3]) -> u32 {
+    let bytes = words.map(u64::to_le_bytes);
+    bytes.iter().flatten().fold(2_166_136_261, |d, b| (d ^ u32::from(*b)).wrapping_mul(16_777_619))
+}
+
+/// A schedule that was checked, with all that its operations need of it worked out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sealed {
     schedule: Schedule,
     /// The rank that it was checked for, and of how many: for any other one it proves nothing.
     pub(super) seat: (usize, usize),
+    /// The header as records have it.
+    pub(super) words: [u64; 2],
+    /// Of the header, and of what all ranks must agree on beside it.
+    pub(super) digest: u32,
+    /// How many operations a rank may be ahead of its slowest reader in this one.
+    pub(super) ahead: u64,
+    /// Whether the buffers are private memory.
+    pub(super) private: bool,
+    /// Whether the payload lies in the record.
+    pub(super) inline: bool,
+    /// Whether its end is worth a look at the clock.
+    pub(super) stamped: bool,
     /// Peers whose buffers the steps touch.
     pub(super) reached: Vec<u16>,
     /// How far into each rank's input and output the steps reach, in bytes.
