@@ -199,10 +199,10 @@ pub fn start(args: &Args, log: Option<&str>) -> anyhow::Result<ExitCode> {
     }
     let job = if args.pingpong {
         if args.ranks.ranks < 2 {
-            return Err(Usage("--pingpong: a message needs two ranks; use -r 2".into()).into());
+            return Err(UsageError("--pingpong: a message needs two ranks; use -r 2".into()).into());
         }
         let (iters, warmup, memory) = (args.iters, args.warmup, args.buffers);
-        worker::Job::PingPong(pingpong::Job { sizes: sweep.sizes, iters, warmup, memory })
+        worker::Job::PingPong(pingpong::PingJob { sizes: sweep.sizes, iters, warmup, memory })
     } else if args.peer.is_wanted() {
         worker::Job::Peer(args.peer.job(args.buffers)?)
     } else if args.explain {

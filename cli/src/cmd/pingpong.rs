@@ -6,17 +6,17 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-use wccl::error::Error;
+use wccl::Error;
 use wccl::{Communicator, DeviceMemory, Received};
 
-use crate::rank::collective::Memory;
+use crate::rank::collective::BufferMemory;
 use crate::rank::measure::number;
 use crate::rank::member;
-use crate::term::{Paint, Progress};
+use crate::term::{Paint, ProgressLine};
 
 /// What a rank needs to know.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Job {
+pub struct PingJob {
     /// Bytes of the messages.
     pub sizes: Vec<u64>,
     /// Timed rounds of each size.
@@ -24,34 +24,34 @@ pub struct Job {
     /// Rounds before them.
     pub warmup: u32,
     /// Where the buffers lie.
-    pub memory: Memory,
+    pub memory: BufferMemory,
 }
 
 /// A message's memory.
-enum Place {
+enum MessageMemory {
     Hbm(DeviceMemory),
     Host(Vec<u8>),
 }
 
-impl Place {
+impl MessageMemory {
     fn send(&self, comm: &Communicator, to: usize) -> Result<(), Error> {
         match self {
-            Place::Hbm(t) => comm.send(to, 0, t),
-            Place::Host(b) => comm.send(to, 0, &b[..]),
+            MessageMemory::Hbm(t) => comm.send(to, 0, t),
+            MessageMemory::Host(b) => comm.send(to, 0, &b[..]),
         }
     }
 
     fn recv(&mut self, comm: &Communicator, from: usize) -> Result<Received, Error> {
         match self {
-            Place::Hbm(t) => comm.recv(Some(from), Some(0), &*t),
-            Place::Host(b) => comm.recv(Some(from), Some(0), &mut b[..]),
+            MessageMemory::Hbm(t) => comm.recv(Some(from), Some(0), &*t),
+            MessageMemory::Host(b) => comm.recv(Some(from), Some(0), &mut b[..]),
         }
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
         match self {
-            Place::Hbm(t) => t.write(0, bytes),
-            Place::Host(b) => {
+            MessageMemory::Hbm(t) => t.write(0, bytes),
+            MessageMemory::Host(b) => {
                 b.copy_from_slice(bytes);
                 Ok(())
             }
@@ -60,12 +60,12 @@ impl Place {
 
     fn holds(&self, bytes: &[u8]) -> Result<bool, Error> {
         match self {
-            Place::Hbm(t) => {
+            MessageMemory::Hbm(t) => {
                 let mut got = vec![0; bytes.len()];
                 t.read(0, &mut got)?;
                 Ok(got == bytes)
             }
-            Place::Host(b) => Ok(b == bytes),
+            MessageMemory::Host(b) => Ok(b == bytes),
         }
     }
 }
@@ -74,7 +74,7 @@ impl Place {
 ///
 /// # Errors
 /// Joining or a message failed, or one arrived that is not what was sent.
-pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
+pub fn work(job: &PingJob, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
     let progress = ProgressLine::start(rank == 0, "loading the plugin and joining the group");
     let say = |text: &str| if rank == 0 { progress.print(text) } else { Ok(()) };
     let mut m = member::join(rank, n)?;
@@ -103,14 +103,14 @@ pub fn work(job: &Job, rank: usize, n: usize) -> anyhow::Result<ExitCode> {
 }
 
 /// The rounds of one size: on rank 0 half of what each took, in microseconds, sorted.
-fn rounds(job: &Job, comm: &Communicator, size: u64) -> anyhow::Result<Option<Vec<f64>>> {
+fn rounds(job: &PingJob, comm: &Communicator, size: u64) -> anyhow::Result<Option<Vec<f64>>> {
     let rank = comm.rank();
     if rank > 1 {
         return Ok(None);
     }
     let mut place = match job.memory {
-        Memory::Hbm => Place::Hbm(comm.allocate(size)?),
-        Memory::Host => Place::Host(vec![0; usize::try_from(size)?]),
+        BufferMemory::Hbm => MessageMemory::Hbm(comm.allocate(size)?),
+        BufferMemory::Host => MessageMemory::Host(vec![0; usize::try_from(size)?]),
     };
     let content: Vec<u8> = (0..size).map(|i| (i * 31 + (i >> 8) + 1) as u8).collect();
     let mut us = Vec::with_capacity(job.iters as usize);

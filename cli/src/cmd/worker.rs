@@ -46,7 +46,7 @@ pub enum Job {
     /// `bench --explain`.
     Explain(explain::Job),
     /// `bench --pingpong`.
-    PingPong(pingpong::Job),
+    PingPong(pingpong::PingJob),
 }
 
 /// Arguments of the hidden subcommand.

@@ -241,7 +241,7 @@ fn a_direct_schedule_does_nothing_but_read_inputs() {
 
 #[test]
 fn a_view_of_the_whole_arena_has_its_offsets() {
-    use hw_bridge::exec::sequencer::{Arena, Buffers, LocalMem};
+    use hw_bridge::exec::sequencer::{Arena, CallBuffers, LocalMem};
     use hw_bridge::memory::hbm::Hbm;
     let hbm = Hbm::new(1 << 20).unwrap();
     let (a, b) = (hbm.alloc(100).unwrap(), hbm.alloc(100).unwrap());
@@ -250,7 +250,7 @@ fn a_view_of_the_whole_arena_has_its_offsets() {
     let all = LocalMem::arena(&arena);
     assert_eq!(all.len(), 1 << 20);
     let second = LocalMem::hbm(&b, 3, 10).unwrap();
-    assert_eq!(Buffers::new(second, all).overlap(), Some(b.offset() as i64 + 3));
+    assert_eq!(CallBuffers::new(second, all).overlap(), Some(b.offset() as i64 + 3));
 }
 
 #[test]
@@ -317,7 +317,7 @@ fn a_circle_of_waits_is_a_deadlock() {
 
 #[test]
 fn a_schedule_runs_where_it_was_checked_for_and_nowhere_else() {
-    use hw_bridge::exec::sequencer::{Buffers, CallArgs, Endpoint, LocalMem, OpError};
+    use hw_bridge::exec::sequencer::{CallArgs, CallBuffers, Endpoint, LocalMem, OpError};
     use hw_bridge::exec::share::{Market, Share, Terms};
     use hw_bridge::group::NO_RANK;
     use hw_bridge::memory::hbm::Hbm;
@@ -331,7 +331,7 @@ fn a_schedule_runs_where_it_was_checked_for_and_nowhere_else() {
     let barrier = Call { op: Op::Barrier, ..call(Op::Barrier, 0, true, false) };
     let mut run = |rank: usize, n: usize| {
         let sealed = compile(&barrier, rank, n, Algorithm::OneHop, &[]).unwrap();
-        lane.run(&sealed, &Buffers::new(LocalMem::none(), LocalMem::none()), &args)
+        lane.run(&sealed, &CallBuffers::new(LocalMem::none(), LocalMem::none()), &args)
     };
     for (rank, n) in [(0, 2), (1, 2)] {
         let e = run(rank, n).unwrap_err();

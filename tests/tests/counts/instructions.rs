@@ -15,7 +15,7 @@ use std::time::Duration;
 use hw_bridge::call::Op;
 use hw_bridge::limits::SLOTS;
 use hw_bridge::os::bell::WaitMode;
-use wccl::nrt::{Communicator, RuntimeConfig};
+use wccl::{Communicator, RuntimeConfig};
 
 use crate::common::{config, world};
 use crate::stepping::instructions;
