@@ -132,7 +132,7 @@ pub fn group() -> Group {
         stranger("bytes that are no message", "…no message that this version knows…", || framed(&[0xFF; 40])),
         stranger(
             "another version of the protocol",
-            "…it speaks version 99 of the protocol (release 9), this service version 2…",
+            "…it speaks version 99 of the protocol (release 9), this service version 3…",
             || framed(b"\x63\x019"),
         ),
     ];

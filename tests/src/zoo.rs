@@ -327,8 +327,16 @@ impl Plugin {
         let at = SCRATCH + 512;
         let bytes: String = places.iter().flat_map(address).map(|b| format!("\\{b:02x}")).collect();
         self.extra(&format!("(data (i32.const {at}) \"{bytes}\")"));
-        let answer = ok_bytes(at, 28 * places.len() as u32);
-        self.body("neuron-bootstrap-all-gather", format!("(call $objects.communicator.drop (local.get 0)) {answer}"))
+        // As many bytes of each as are asked for: behind the addresses there are zeros.
+        let body = format!(
+            "(call $objects.communicator.drop (local.get 0)) (i32.store8 (i32.const {ANSWER}) (i32.const 0))
+  (i32.store (i32.const {}) (i32.const {at})) (i32.store (i32.const {}) (i32.mul (local.get 2) (i32.const {})))
+  (i32.const {ANSWER})",
+            ANSWER + 4,
+            ANSWER + 8,
+            places.len()
+        );
+        self.body("neuron-bootstrap-all-gather", body)
     }
 
     /// Puts a text into the module's memory.

@@ -57,7 +57,7 @@ fn explain_says_what_would_be_done() {
 #[test]
 fn messages_go_to_and_fro() {
     for memory in ["hbm", "host"] {
-        let args = ["--pingpong", "-r", "3", "-b", "0", "-e", "256K", "-f", "512", "-n", "5", "--buffers", memory];
+        let args = ["--pingpong", "-r", "3", "-b", "1", "-e", "256K", "-f", "512", "-n", "5", "--buffers", memory];
         let said = good(&args, &[]);
         let sizes: Vec<&str> =
             said.lines().filter(|l| l.starts_with(' ')).filter_map(|l| l.split_whitespace().next()).collect();

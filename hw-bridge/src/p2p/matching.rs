@@ -482,7 +482,8 @@ impl Mailbox {
                     }
                 };
                 let piece = piece_bytes(len, filled);
-                if piece > 0 && filled.wrapping_sub(outbox.taken(seq)) < 2 {
+                // A copy that is stopped at once would be employed again for ever: whoever waits takes the message back.
+                if piece > 0 && filled.wrapping_sub(outbox.taken(seq)) < 2 && self.endpoint.usable().is_ok() {
                     let work = Work::Fill { to, slot, seq, piece: filled, len: piece };
                     self.employ(st, id, work);
                 }
@@ -511,15 +512,21 @@ impl Mailbox {
         st.sent.retain(|s| *s != id);
     }
 
-    /// Reads the envelopes that receives wait for, one of each rank at a time.
+    /// Reads the envelopes that receives wait for, one of each rank at a time, and no more at once than ranks can have announced:
+    /// one that goes on writing is not to keep everybody else.
     fn take_in(&self, st: &mut State) {
         let n = self.endpoint.nranks();
-        let mut more = !st.posted.is_empty();
-        while more {
-            more = false;
+        for _ in 0..ENVELOPES {
+            let mut more = false;
+            if st.posted.is_empty() {
+                return;
+            }
             let first = st.turn;
             for p in (first..first + n).map(|p| p % n) {
                 more |= st.waits_for(p) && self.read_one(st, p);
+            }
+            if !more {
+                return;
             }
         }
     }
@@ -536,6 +543,10 @@ impl Mailbox {
         }
         let Some(outbox) = self.from(p) else { return false };
         let seq = inbound.read + 1;
+        // What this rank has sent to itself it knows; what else stands there a peer has written.
+        if p == rank && seq > st.outbound[rank].sent {
+            return false;
+        }
         let Some(envelope) = outbox.envelope(seq) else { return false };
         let Ok(envelope) = envelope else {
             inbound.corrupt = true;
@@ -727,13 +738,14 @@ impl Mailbox {
         }
     }
 
-    /// Bytes that were moved for an operation, by whichever end.
+    /// Bytes that were moved for an operation, by whichever end; of either no more than it has, whatever a peer says.
     pub(super) fn moved(&self, op: &Operation) -> u64 {
+        let most = op.memory.len;
         let theirs = match (&op.stage, op.peer) {
             (Stage::Sent { slot, .. }, Some(to)) => self.to(to).map_or(0, |outbox| outbox.moved(*slot)),
             _ => 0,
         };
-        op.moved.wrapping_add(theirs)
+        op.moved.min(most).saturating_add(theirs.min(most))
     }
 
     /// Takes an operation back, unless it is done or a copy is being made for it. The caller removes it.

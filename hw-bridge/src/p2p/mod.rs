@@ -75,7 +75,7 @@ use std::time::{Duration, Instant};
 use crate::exec::sequencer::{Endpoint, LocalMem, OpError};
 use crate::group::flight::Tally;
 use crate::group::{Control, Outbox};
-use crate::limits::{EAGER_BYTES, ENVELOPE_BYTES, ENVELOPES, MAIL_SLOTS, NAP, UNEXPECTED};
+use crate::limits::{EAGER_BYTES, ENVELOPE_BYTES, ENVELOPES, MAIL_SLOTS, MAIL_STAGE_BYTES, NAP, UNEXPECTED};
 use crate::memory::foreign::Space;
 use crate::memory::segment::Segment;
 use crate::os::bell;
@@ -277,10 +277,11 @@ impl Mailbox {
         }
     }
 
-    /// Moves on whatever can be, with nothing to wait for; whether the operation is done.
+    /// Moves on whatever can be, with nothing to wait for; whether the operation is done. It comes back now and then from work that
+    /// does not end, so that whoever waits looks at his own time.
     fn advance(&self, id: Id) -> bool {
         let mut st = self.state();
-        loop {
+        for _ in 0..AT_ONCE {
             if st.is_done(id) {
                 return true;
             }
@@ -294,6 +295,7 @@ impl Mailbox {
             st = self.state();
             self.finish(&mut st, job, end);
         }
+        st.is_done(id)
     }
 
     /// Looks at everything that can end a wait early, and ends the operation then: it has been taken back, and is done with the
@@ -436,6 +438,9 @@ impl Drop for Mailbox {
     }
 }
 
+/// Copies that one look makes.
+const AT_ONCE: usize = 64;
+
 /// When an operation gives up.
 #[derive(Debug)]
 struct Deadline {
@@ -457,7 +462,8 @@ impl Deadline {
         if wait.left().is_some() {
             return false;
         }
-        if moved == *before {
+        // A peer decides when a byte is moved: one now and then is no progress.
+        if moved < before.saturating_add(MAIL_STAGE_BYTES as u64) {
             return true;
         }
         self.wait = now.checked_add(self.timeout).map(|until| (Wait::until(until).stepping(NAP), moved));

@@ -419,6 +419,44 @@ fn an_abort_ends_what_waits() {
     assert!(matches!(w[0].recv(Some(1), None, LocalMem::output(&mut [0]), LONG), Err(P2pError::Left { .. })));
 }
 
+/// A copy that is stopped as soon as it begins is not begun again and again: whoever waits has the error.
+#[test]
+fn an_abort_ends_a_send_that_is_being_staged() {
+    let w = world_by(2, Way::Staged);
+    let sends = w[0].isend(1, 1, Owned::Private(bytes(1, 8 * MAIL_STAGE_BYTES)), LONG);
+    // The receiver has asked for the pieces, and does nothing more.
+    let mut takes = w[1].irecv(Some(0), None, Owned::Private(vec![0; 8 * MAIL_STAGE_BYTES]), LONG);
+    takes.test();
+    w[0].endpoint.abort_handle().abort("enough");
+    let e = sends.wait().result.unwrap_err();
+    assert!(matches!(&e, P2pError::Stopped { .. }), "{e}");
+    assert!(matches!(takes.wait().result, Err(P2pError::Left { .. })));
+}
+
+/// A peer that goes on announcing what it never lets be taken keeps a receive no longer than its deadline, and no other thread.
+#[test]
+fn messages_that_cannot_be_taken_hold_nobody_beyond_his_time() {
+    let w = world(2);
+    let over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            let outbox = w[0].to(1).unwrap();
+            let eager =
+                Envelope { tag: 1, kind: SlotKind::Eager, slot: 0, len: 100, at: 0, payload: [0; ENVELOPE_BYTES] };
+            let mut seq = 0;
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                if outbox.drained() + 32 > seq {
+                    seq += 1;
+                    outbox.publish(seq, &eager);
+                }
+            }
+        });
+        let late = w[1].recv(Some(0), Some(1), LocalMem::output(&mut [0; 100]), SHORT);
+        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert!(matches!(late, Err(P2pError::Timeout { .. })), "{late:?}");
+    });
+}
+
 #[test]
 fn calls_that_cannot_be_are_refused() {
     let all = endpoints(2);

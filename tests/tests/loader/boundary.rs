@@ -206,15 +206,17 @@ fn a_plugin_sees_no_secret_of_a_group() {
     let plugin = |behind: &str| {
         let mut p = Plugin::lone_rank().unwrap();
         p.gathers(&[SocketAddrV4::new(Ipv4Addr::LOCALHOST, 9); 2]);
-        let body = |at: u32| {
-            format!(
-                "(memory.copy (i32.const {at}) (local.get 1) (local.get 2)) (i32.store (i32.const {}) (local.get 2))",
-                at + 512
-            )
-        };
-        let answer = zoo::ok_bytes(zoo::SCRATCH + 512, 56);
         let drops = "(call $objects.communicator.drop (local.get 0))";
-        p.body("neuron-bootstrap-all-gather", format!("{} {drops} {answer}", body(gathered)));
+        // What it is to gather, one after the other from the middle on, behind how much of it there was before.
+        let gathers = format!(
+            "(memory.copy (i32.add (i32.const {}) (i32.load (i32.const {gathered}))) (local.get 1) (local.get 2))
+             (i32.store (i32.const {gathered}) (i32.add (i32.load (i32.const {gathered})) (local.get 2)))
+             {} (i32.store (i32.const {}) (i32.mul (local.get 2) (i32.const 2)))",
+            gathered + 512,
+            zoo::ok_bytes(zoo::SCRATCH + 512, 0).rsplit_once("(i32.const").unwrap().0,
+            zoo::ANSWER + 8,
+        );
+        p.body("neuron-bootstrap-all-gather", format!("{gathers} {drops} (i32.const {})", zoo::ANSWER));
         let bytes: String = root.iter().map(|b| format!("\\{b:02x}")).collect();
         p.extra(&format!("(data (i32.const {answers}) \"{bytes}{behind}\")"));
         p.body("neuron-get-unique-id", zoo::ok_bytes(answers, 128));
@@ -257,7 +259,7 @@ fn a_plugin_sees_no_secret_of_a_group() {
     let comm = rt.init_comm(options).unwrap();
     assert_eq!(comm.bootstrap_recv(0, 128).unwrap(), without, "the id that it is given");
     let gathered = comm.bootstrap_recv(1, 1024).unwrap();
-    assert_eq!(gathered[512..516], [28, 0, 0, 0], "the host has it gather an address and no more");
+    assert_eq!(gathered[..4], [28 + 64, 0, 0, 0], "the host has it gather an address, an invitation, and no more");
     let record = comm.bootstrap_recv(2, 1024).unwrap();
     assert_eq!(record[16..32], [0; 16], "a record is a number and a name");
     for carried in [&gathered, &record] {

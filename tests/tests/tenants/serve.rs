@@ -599,7 +599,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
     let framed = |body: &[u8]| [&(body.len() as u32).to_le_bytes(), body].concat();
     assert!(
         visit(&framed(b"\x63\x019"))
-            .contains("it speaks version 99 of the protocol (release 9), this service version 2")
+            .contains("it speaks version 99 of the protocol (release 9), this service version 3")
     );
     assert!(visit(&u32::MAX.to_le_bytes()).contains("says that it has 4294967295 bytes"));
     // It is told before it has sent them: no memory is kept for it meanwhile.

@@ -368,9 +368,12 @@ impl Part<'_> {
         }
         if shut.entered() != exported && order.plugin.is_some() && !order.stateless {
             self.export(&mut candidate, until)?;
+            if candidate.plans() != plans {
+                return Err("the new plugin planned other rings when it was asked again; try again".into());
+            }
         }
         if candidate.plans() != plans {
-            return Err("a communicator's rings changed while the ranks came to a stand; try again".into());
+            return Err("a graph was built while the ranks came to a stand; try again".into());
         }
         self.check_peers(&candidate)?;
         self.at(Step::Ready)?;
