@@ -607,7 +607,7 @@ fn what_a_stranger_sends_ends_his_connection_only() {
     assert!(visit(&framed(&[0xFF; 40])).contains("no message that this version knows"));
     // After a hello in good order.
     let release = env!("CARGO_PKG_VERSION").as_bytes();
-    let hello = framed(&[&[2, release.len() as u8], release].concat());
+    let hello = framed(&[&[3, release.len() as u8], release].concat());
     for request in [framed(&[99]), framed(&[0xFF; 64]), ((128u32 << 10) + 1).to_le_bytes().to_vec()] {
         let said = visit(&[&hello[..], &request].concat());
         assert!(said.contains("red") && said.len() < 200, "welcomed, then closed: {said:?}");
